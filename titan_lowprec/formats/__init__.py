@@ -1,0 +1,1 @@
+"""Number formats: elements, scales, codecs and the token blocks of packed documents."""

@@ -1,0 +1,1 @@
+"""Differentiable low-precision operations, each with a PyTorch reference and kernels."""
