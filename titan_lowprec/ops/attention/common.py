@@ -1,0 +1,131 @@
+"""What the reference and the kernels of attention share: layouts, constants, document tables."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from titan_lowprec.ops.attention.spec import AttentionSpec
+from titan_lowprec.shapes import Float, Int32, Tensor
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What one forward hands to its backward, in the order in which the custom op returns it.
+
+    Both implementations read and write this layout, so the forward of one can be followed by the
+    backward of the other. A slot that a recipe does not use is an empty tensor of shape ``(0,)``.
+
+    ==============  =====================  ===========================  ===========================
+    slot            bf16                   mxfp8                        nvfp4_mixed
+    ==============  =====================  ===========================  ===========================
+    ``out_NHD``     output, the inputs' dtype; zero in the tail
+    ``lse2_NH``     fp32, log2 of the row sum of exp2(t); +inf in the tail
+    ``out_low``     bf16 ``(N, H, D)`` if ``output_residual`` and a bf16 output, else empty
+    ``q_codes``     bf16 ``(N, H, D)``     float8_e4m3fn ``(N, H, D)``  as mxfp8
+    ``q_scale``     empty uint8            uint8 ``(N, H)``             as mxfp8
+    ``k_codes``     bf16 ``(N, J, D)``     float8_e4m3fn ``(N, J, D)``  as mxfp8
+    ``k_scale``     empty uint8            uint8 ``(N, J)``             as mxfp8
+    ``v_codes``     bf16 ``(N, J, D)``     float8_e4m3fn ``(N, J, D)``  as mxfp8
+    ``v_scale``     empty uint8            uint8 ``(N, J)``             as mxfp8
+    ``q4_codes``    empty uint8            empty uint8                  uint8 ``(N, H, D // 2)``
+    ``q4_scale``    empty uint8            empty uint8                  uint8 ``(N, H, D // 16)``
+    ``k4_codes``    empty uint8            empty uint8                  uint8 ``(N, J, D // 2)``
+    ``k4_scale``    empty uint8            empty uint8                  uint8 ``(N, J, D // 16)``
+    ==============  =====================  ===========================  ===========================
+
+    Codes of Q and K are those of the rotated vectors when ``rotate`` is set. Scale bytes are
+    biased exponents, one a token and head (the tokens of a block carry equal bytes). The 4-bit
+    scales are E4M3 bits seen as bytes, the 4-bit codes two a byte, low nibble first. Under
+    ``nvfp4_full`` the three code slots hold the (rotated) values in fp32: its copies along
+    tokens are made where they are used, as no kernel shares them.
+    """
+
+    out_NHD: Float[Tensor, "N H D"]
+    lse2_NH: Float[Tensor, "N H"]
+    out_low: Tensor
+    q_codes: Tensor
+    q_scale: Tensor
+    k_codes: Tensor
+    k_scale: Tensor
+    v_codes: Tensor
+    v_scale: Tensor
+    q4_codes: Tensor
+    q4_scale: Tensor
+    k4_codes: Tensor
+    k4_scale: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The slots in order."""
+        return tuple(getattr(self, name) for name in SAVED_SLOTS)
+
+
+SAVED_SLOTS = tuple(Saved.__dataclass_fields__)
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Gradients of the three inputs, in the inputs' dtype; zero in the tail."""
+
+    dq_NHD: Float[Tensor, "N H D"]
+    dk_NJD: Float[Tensor, "N J D"]
+    dv_NJD: Float[Tensor, "N J D"]
+
+
+def empty_slot(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The placeholder of a slot that a recipe does not use."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def score_factor(head_dim: int) -> float:
+    """Factor from a product of decoded Q and K to base-2 scores: ``head_dim**-0.5 * log2(e)``."""
+    return head_dim**-0.5 * LOG2_E
+
+
+def block_of_token(
+    cu_seqlens_RM: Int32[Tensor, "R M1"], *, total_tokens: int
+) -> Int32[Tensor, " N"]:
+    """Number the token blocks of all rows: 32 tokens of one document, from its first token.
+
+    Args:
+        cu_seqlens_RM: Document offsets within each row.
+        total_tokens: Tokens of all rows together.
+
+    Returns:
+        For every token the number of its block, or -1 past its row's last document. Numbers are
+        below ``total_tokens``; not every number occurs. No device synchronisation.
+
+    Numerics:
+        Integers only.
+
+    Source:
+        arXiv:2611.03344, sections 3.1 and 3.6.
+    """
+    rows, row_tokens = cu_seqlens_RM.shape[0], total_tokens // max(cu_seqlens_RM.shape[0], 1)
+    token_T = torch.arange(row_tokens, dtype=torch.int32, device=cu_seqlens_RM.device)
+    document_RT = torch.searchsorted(
+        cu_seqlens_RM, token_T.expand(rows, row_tokens).contiguous(), right=True
+    )
+    last = cu_seqlens_RM.shape[1] - 1
+    in_document_RT = document_RT <= last
+    start_RT = cu_seqlens_RM.gather(1, (document_RT - 1).clamp(0, last))
+    position_RT = token_T - start_RT
+    row_R1 = torch.arange(rows, dtype=torch.int32, device=cu_seqlens_RM.device)[:, None]
+    block_RT = row_R1 * row_tokens + start_RT + position_RT // 32
+    return torch.where(in_document_RT, block_RT, -1).to(torch.int32).reshape(total_tokens)
+
+
+def check_head_dim(spec: AttentionSpec, head_dim: int) -> None:
+    """Refuse head dimensions that the recipe cannot group or rotate."""
+    if head_dim % 16 != 0 or head_dim <= 0:
+        raise ValueError(
+            f"attention: the head dimension must be a positive multiple of 16, got {head_dim}; "
+            "pad q, k and v with zeros (and keep the scale of the true dimension in mind)"
+        )
+    if spec.rotate and head_dim & (head_dim - 1):
+        raise ValueError(
+            f"attention: rotate=True needs a power of two as head dimension, got {head_dim}; "
+            "use dataclasses.replace(spec, rotate=False)"
+        )
