@@ -1,0 +1,279 @@
+"""Quantise and dequantise: MXFP8, MXFP4, NVFP4, token blocks and square tiles."""
+
+import torch
+
+from titan_lowprec.formats.codec import decode_e2m1fn, decode_e4m3fn
+from titan_lowprec.formats.scales import ScaleMode
+from titan_lowprec.ops.quantize import reference
+from titan_lowprec.ops.quantize.common import (
+    BlockScales,
+    Mxfp4,
+    Mxfp8,
+    Nvfp4,
+    OuterScale,
+    Tiles,
+    TokenBlocks,
+)
+from titan_lowprec.shapes import Float, Float32, Int32, Tensor
+
+__all__ = [
+    "BlockScales",
+    "Mxfp4",
+    "Mxfp8",
+    "Nvfp4",
+    "OuterScale",
+    "Tiles",
+    "TokenBlocks",
+    "dequantize_mxfp4",
+    "dequantize_mxfp8",
+    "dequantize_nvfp4",
+    "dequantize_tiles",
+    "dequantize_token_blocks",
+    "quantize_mxfp4",
+    "quantize_mxfp8",
+    "quantize_nvfp4",
+    "quantize_tiles",
+    "quantize_token_blocks",
+]
+
+
+def _check_dtype(who: str, x: Tensor) -> None:
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise TypeError(f"{who}: x must be bfloat16 or float32, got {x.dtype}; cast it first")
+
+
+def _check_groups(who: str, x_MK: Tensor, group: int) -> None:
+    _check_dtype(who, x_MK)
+    K = x_MK.shape[-1]
+    if group < 1:
+        raise ValueError(f"{who}: group must be positive, got {group}; pass the format's group")
+    if K % group != 0:
+        raise ValueError(
+            f"{who}: K must be a multiple of group={group}, got K={K}; "
+            f"pad the last axis to {-(-K // group) * group}"
+        )
+
+
+def quantize_mxfp8(x_MK: Float[Tensor, "*M K"], *, group: int, scale_mode: ScaleMode) -> Mxfp8:
+    """Quantise to MXFP8 with one ue8m0 scale per group along the last axis.
+
+    Args:
+        x_MK: bf16 or fp32 values.
+        group: Neighbours that share a scale; divides ``K``. OCP MX fixes 32.
+        scale_mode: ``"rceil"`` never saturates the group maximum; ``"floor"`` is the OCP rule
+            and clips maxima between 448 and 512, times a power of two; see ``ue8m0_scale``.
+
+    Returns:
+        Codes ``(..., K)`` and biased scale exponents ``(..., K // group)``.
+
+    Raises:
+        TypeError: ``x_MK`` is neither bf16 nor fp32.
+        ValueError: ``K`` is not a multiple of ``group``, or ``scale_mode`` is unknown.
+
+    Numerics:
+        Scaling is exact or below half the smallest subnormal code; the cast rounds to nearest,
+        ties to even, and saturates. A zero group gets scale byte 0. A group with NaN or infinity
+        gets scale byte 255 and zero codes, and decodes to NaN.
+
+    Source:
+        OCP Microscaling v1.0, section 6.3; arXiv:2506.08027 ("rceil").
+    """
+    _check_groups("quantize_mxfp8", x_MK, group)
+    return reference.quantize_mxfp8_reference(x_MK, group, scale_mode)
+
+
+def dequantize_mxfp8(quantized: Mxfp8) -> Float32[Tensor, "*M K"]:
+    """Give the values of an MXFP8 tensor in fp32.
+
+    Numerics:
+        Exact where the value is a normal fp32 number or a representable subnormal; scale byte
+        255 gives NaN.
+
+    Source:
+        OCP Microscaling v1.0, section 6.2.
+    """
+    return reference.dequantize_mx_reference(decode_e4m3fn(quantized.codes_MK), quantized.scale_MG)
+
+
+def quantize_mxfp4(x_MK: Float[Tensor, "*M K"], *, group: int, scale_mode: ScaleMode) -> Mxfp4:
+    """Quantise to MXFP4 with one ue8m0 scale per group along the last axis.
+
+    Args:
+        x_MK: bf16 or fp32 values.
+        group: Neighbours that share a scale; divides ``K``. OCP MX fixes 32.
+        scale_mode: As in ``quantize_mxfp8``, with 6 in place of 448.
+
+    Returns:
+        Codes ``(..., K)``, one a byte (``pack_e2m1fn`` halves them), and biased scale exponents.
+
+    Raises:
+        TypeError: ``x_MK`` is neither bf16 nor fp32.
+        ValueError: ``K`` is not a multiple of ``group``, or ``scale_mode`` is unknown.
+
+    Numerics:
+        As ``quantize_mxfp8``.
+
+    Source:
+        OCP Microscaling v1.0, section 6.3; arXiv:2506.08027 ("rceil").
+    """
+    _check_groups("quantize_mxfp4", x_MK, group)
+    return reference.quantize_mxfp4_reference(x_MK, group, scale_mode)
+
+
+def dequantize_mxfp4(quantized: Mxfp4) -> Float32[Tensor, "*M K"]:
+    """Give the values of an MXFP4 tensor in fp32.
+
+    Numerics:
+        As ``dequantize_mxfp8``.
+
+    Source:
+        OCP Microscaling v1.0, section 6.2.
+    """
+    return reference.dequantize_mx_reference(decode_e2m1fn(quantized.codes_MK), quantized.scale_MG)
+
+
+def quantize_nvfp4(x_MK: Float[Tensor, "*M K"], *, group: int, outer: OuterScale) -> Nvfp4:
+    """Quantise to NVFP4 with one e4m3fn scale per group along the last axis.
+
+    Args:
+        x_MK: bf16 or fp32 values.
+        group: Neighbours that share a scale; divides ``K``. NVFP4 fixes 16.
+        outer: ``"token"`` first scales each row by the power of two that brings its maximum to
+            2688 or less. ``"none"`` does not, and values beyond 2688 saturate. There is no
+            tensor scale: over a sequence it would depend on later tokens.
+
+    Returns:
+        Codes ``(..., K)``, one a byte, e4m3fn scales ``(..., K // group)``, the rows' powers of
+        two, and the number of finite values beyond 2688.
+
+    Raises:
+        TypeError: ``x_MK`` is neither bf16 nor fp32.
+        ValueError: ``K`` is not a multiple of ``group``, or ``outer`` is unknown.
+
+    Numerics:
+        The scale is ``amax / 6`` rounded to nearest, at least 2**-9, at most 448; codes are
+        ``x / scale`` rounded to nearest, ties to the even code, saturating at 6. Both quotients
+        are correctly rounded fp32 divisions, which never turn a near tie into a tie here. A group
+        with NaN or infinity gets a NaN scale and zero codes; with ``outer="token"`` its whole row
+        decodes to NaN.
+
+    Source:
+        NVFP4 as in cuBLAS, "1D Block Scaling"; the outer power of two is ours.
+    """
+    _check_groups("quantize_nvfp4", x_MK, group)
+    if outer not in ("none", "token"):
+        raise ValueError(
+            f"quantize_nvfp4: outer must be 'none' or 'token', got {outer!r}; 'none' is plain NVFP4"
+        )
+    return reference.quantize_nvfp4_reference(x_MK, group, outer)
+
+
+def dequantize_nvfp4(quantized: Nvfp4) -> Float32[Tensor, "*M K"]:
+    """Give the values of an NVFP4 tensor in fp32.
+
+    Numerics:
+        ``scale * code`` is exact in fp32 (4 + 2 mantissa bits); the row's power of two then
+        rounds only where the result is subnormal. NaN scales give NaN.
+
+    Source:
+        NVFP4 as in cuBLAS, "1D Block Scaling".
+    """
+    return reference.dequantize_nvfp4_reference(quantized)
+
+
+def quantize_token_blocks(
+    x_NHD: Float[Tensor, "N H D"], block_N: Int32[Tensor, " N"], *, scales: BlockScales
+) -> TokenBlocks:
+    """Quantise packed tokens to e4m3fn with one exponent per token block and head.
+
+    Args:
+        x_NHD: bf16 or fp32 values of packed tokens.
+        block_N: Block of each token, from ``token_metadata`` or ``row_metadata``; any ids in
+            ``[0, N)``, equal for the tokens of one block; -1 for tokens past the last document.
+        scales: ``"token_block"`` takes the maximum over a block and all features of a head;
+            ``"token"`` over one token's features, so that no token depends on another.
+
+    Returns:
+        Codes ``(N, H, D)`` and one scale byte per token and head, in both modes.
+
+    Raises:
+        TypeError: ``x_NHD`` is neither bf16 nor fp32.
+        ValueError: Sizes do not match, or ``scales`` is unknown.
+
+    Numerics:
+        Round-up ("rceil") scales, so the block maximum never saturates. NaN or infinity in a
+        block gives it scale byte 255 and zero codes: it decodes to NaN, and 0 * code stays 0 in
+        masked products. Tokens past the last document get byte 0 and zero codes, whatever they
+        hold, and influence nothing. The maximum is taken over integers: bits do not depend on the
+        device or the order of arrival.
+
+    Source:
+        FLAMIA, arXiv:2511.03344, for 32-token blocks over all features.
+    """
+    _check_dtype("quantize_token_blocks", x_NHD)
+    if x_NHD.ndim != 3 or block_N.shape != x_NHD.shape[:1]:
+        raise ValueError(
+            "quantize_token_blocks: x must be (N, H, D) and block (N,), "
+            f"got {tuple(x_NHD.shape)} and {tuple(block_N.shape)}; pass one block id per token"
+        )
+    if scales not in ("token_block", "token"):
+        raise ValueError(
+            f"quantize_token_blocks: scales must be 'token_block' or 'token', got {scales!r}; "
+            "'token' is the strictly causal choice"
+        )
+    return reference.quantize_token_blocks_reference(x_NHD, block_N, scales)
+
+
+def dequantize_token_blocks(quantized: TokenBlocks) -> Float32[Tensor, "N H D"]:
+    """Give the values of packed tokens in fp32.
+
+    Numerics:
+        As ``dequantize_mxfp8``.
+
+    Source:
+        OCP Microscaling v1.0, section 6.2.
+    """
+    return reference.dequantize_token_blocks_reference(quantized)
+
+
+def quantize_tiles(x_TS: Float[Tensor, "*B T S"], *, tile: int, scale_mode: ScaleMode) -> Tiles:
+    """Quantise square tiles to e4m3fn with one ue8m0 scale per tile.
+
+    Args:
+        x_TS: bf16 or fp32 values.
+        tile: Rows and columns of a tile; divides both axes. Score gradients use 32.
+        scale_mode: As in ``quantize_mxfp8``.
+
+    Returns:
+        Codes ``(..., T, S)`` and biased scale exponents ``(..., T // tile, S // tile)``. The same
+        codes serve products along either axis.
+
+    Raises:
+        TypeError: ``x_TS`` is neither bf16 nor fp32.
+        ValueError: A size is not a multiple of ``tile``, or ``scale_mode`` is unknown.
+
+    Numerics:
+        As ``quantize_mxfp8``.
+
+    Source:
+        FLAMIA, arXiv:2511.03344, for 32x32 tiles of score gradients.
+    """
+    _check_groups("quantize_tiles", x_TS, tile)
+    if x_TS.ndim < 2 or x_TS.shape[-2] % tile != 0:
+        raise ValueError(
+            f"quantize_tiles: T must be a multiple of tile={tile}, got shape {tuple(x_TS.shape)}; "
+            "pad the tile with zeros"
+        )
+    return reference.quantize_tiles_reference(x_TS, tile, scale_mode)
+
+
+def dequantize_tiles(quantized: Tiles) -> Float32[Tensor, "*B T S"]:
+    """Give the values of square tiles in fp32.
+
+    Numerics:
+        As ``dequantize_mxfp8``.
+
+    Source:
+        OCP Microscaling v1.0, section 6.2.
+    """
+    return reference.dequantize_tiles_reference(quantized)
