@@ -38,7 +38,7 @@ class Workload:
         result_bytes: Pass name to bytes of results (outputs, gradients) that do not count as
             extra memory; missing means 0.
         error: Returns the error of this implementation on this case (the module documents which).
-        tolerance: ``error`` above this makes ``pass`` false; such a row gets no time.
+        tolerance: ``error`` above this makes ``correct`` false; such a row gets no time.
     """
 
     passes: Mapping[str, Callable[[], Any]]

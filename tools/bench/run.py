@@ -4,7 +4,7 @@
 
 Implementations of a case run interleaved: every round times each of them once, and the median
 over rounds is reported, so a drifting clock reaches all of them alike. A row whose error is above
-its tolerance is recorded with ``pass: false`` and without a time. `bench_registry.py` says what an
+its tolerance is recorded with ``correct: false`` and without a time. `bench_registry.py` says what an
 op's module provides.
 """
 
@@ -108,15 +108,15 @@ def prepare(
     """The record's beginning (error and verdict) and the workload, or ``None`` if not timed."""
     reason = implementation.unavailable(device)
     if reason is not None:
-        return {"pass": None, "error": None, "reason": reason}, None
+        return {"correct": None, "error": None, "reason": reason}, None
     try:
         workload = implementation.prepare(case, inputs)
         error = float(workload.error())
     except (RuntimeError, ValueError, NotImplementedError, ImportError) as failure:
         reason = f"{type(failure).__name__}: {str(failure)[:300]}"
-        return {"pass": False, "error": None, "reason": reason}, None
+        return {"correct": False, "error": None, "reason": reason}, None
     passed = error <= workload.tolerance
-    record = {"pass": passed, "error": error, "tolerance": workload.tolerance}
+    record = {"correct": passed, "error": error, "tolerance": workload.tolerance}
     return record, workload if passed else None
 
 
@@ -152,14 +152,14 @@ def run_case(module: Any, case: Case, arguments: argparse.Namespace) -> list[dic
     for name, (verdict, workload) in prepared.items():
         common = {"op": arguments.op, "impl": name, "case": case.name}
         if workload is None:
-            nothing = {"pass_name": None, "time_us": None, "tflops": None, "peak_bytes": None}
+            nothing = {"pass": None, "time_us": None, "tflops": None, "peak_bytes": None}
             records.append({**common, **nothing, **verdict})
             continue
         for which, function in workload.passes.items():
             time_us = times[(name, which)]
             flops = workload.flops.get(which)
             measured = {
-                "pass_name": which,
+                "pass": which,
                 "time_us": round(time_us, 2),
                 "tflops": round(flops / time_us / 1e6, 2) if flops else None,
                 "peak_bytes": peak_bytes(function, device, workload.result_bytes.get(which, 0)),
@@ -174,10 +174,10 @@ def print_table(records: list[dict[str, Any]]) -> None:
         if record["time_us"] is None:
             print(f"{record['case']:34} {record['impl']:22} {record.get('reason') or record}")
             continue
-        first = base.setdefault(record["pass_name"], record["time_us"])
+        first = base.setdefault(record["pass"], record["time_us"])
         peak = record["peak_bytes"]
         print(
-            f"{record['case']:34} {record['impl']:22} {record['pass_name']:17}"
+            f"{record['case']:34} {record['impl']:22} {record['pass']:17}"
             f"{record['time_us'] / 1e3:10.3f} ms {record['time_us'] / first:6.3f}x"
             f" {record['tflops'] or 0:7.1f} TF/s"
             f" {(peak or 0) / 2**30:7.3f} GiB  err {record['error']:.2e}",
