@@ -1,0 +1,186 @@
+"""Our sections of TorchTitan's job file.
+
+TorchTitan merges these dataclasses into its own by field type, so annotations here are real types,
+never strings, and a field that stock TorchTitan has as well replaces the stock default.
+Checks live in ``check_config``: TorchTitan does not check the types of TOML values.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class Model:
+    hf_assets_path: str = "."
+    """Folder of Hugging Face weights (``*.safetensors``) for ``checkpoint.initial_load_in_hf``.
+    The tokenizer is ``data.tokenizer``."""
+
+    tie_embeddings: bool = False
+    """Share the embedding and the output head. Refused when true: FSDP2 of torch >= 2.12 cannot
+    shard a parameter that two modules own. Tied Hugging Face checkpoints load all the same; the
+    head starts as a copy of the embedding."""
+
+
+@dataclass
+class Attention:
+    """``[attention]``: the attention recipe and its options (NUMERICS: README of ops/attention)."""
+
+    recipe: Literal["bf16", "mxfp8", "nvfp4_mixed", "nvfp4_full"] = "mxfp8"
+    """Number formats of the attention operands, forward and backward."""
+
+    impl: Literal["auto", "reference", "triton"] = "auto"
+    """``auto`` is resolved once at start, and logged: ``triton`` where its kernels are tested,
+    ``reference`` (PyTorch) elsewhere. A named choice runs or raises."""
+
+    scales: Literal["token_block", "token"] = "token_block"
+    """One shared exponent per 32 tokens of a document and head, or one per token (strictly causal)."""
+
+    fold: Literal["block_scaled", "hopper"] = "hopper"
+    """Where exponents meet the products: inside a block-scaled MMA, or outside of a plain FP8 one."""
+
+    tile_q: int = 128
+    """Query rows per tile of the online softmax. Multiple of 32, at least 32."""
+
+    tile_k: int = 128
+    """Key rows per tile of the online softmax. Multiple of 32, at least 32."""
+
+    weight_exponent: int = 8
+    """c: softmax weights are stored as e4m3(p * 2^c). ``c + max_lag <= log2(448)``, so 0 to 8."""
+
+    max_lag: int = 0
+    """tau, log2 units by which the running maximum may lag the true one. 0 is exact (training)."""
+
+    row_sum: Literal["unrounded", "rounded"] = "unrounded"
+    """Sum the softmax weights before or after their e4m3 cast (``rounded`` is for study)."""
+
+    dv_exponent: Literal["tile", "fixed"] = "tile"
+    """Exponent of P in dV: from the maximum of its 32x32 tile, or the fixed 2^8 of the paper."""
+
+    dq_accum: Literal["fp32", "fp16_boost"] = "fp32"
+    """Accumulator of dQ; ``fp16_boost`` is the paper's scaled fp16 (reference only)."""
+
+    rotate: bool = True
+    """Rotate Q and K by a Hadamard matrix before quantisation. Needs a power-of-two head dim."""
+
+    output_residual: bool = False
+    """Save the low part of O as well and use it in D = rowsum(G * O): one bf16 O more of memory."""
+
+    deterministic: bool = True
+    """Bit-reproducible gradients (no atomics in dQ)."""
+
+    high_precision_layers: list[str] = field(default_factory=list)
+    """Layer numbers whose attention stays in recipe ``bf16``, for example ``["0", "15"]``."""
+
+
+@dataclass
+class Loss:
+    """``[loss]``: the cross-entropy over the vocabulary."""
+
+    impl: Literal["logits_fp32", "logits_bf16", "linear_chunked"] = "logits_fp32"
+    """fp32 reductions over logits; the bf16 log-softmax of before (ablation); or head and loss in
+    one chunked op that never holds all logits."""
+
+    chunk_rows: int = 1024
+    """Rows (tokens) per chunk of ``linear_chunked``. Multiple of 128; 1024 to 2048 is fastest."""
+
+    z_loss: float = 0.0
+    """Weight of the squared log-sum-exp added per token. At least 0."""
+
+    softcap: float = 0.0
+    """Logits become ``softcap * tanh(logits / softcap)``; 0 is off. At least 0."""
+
+
+@dataclass
+class Data:
+    """``[data]``: documents, tokenizer and packing. ``training.dataset`` is not used."""
+
+    source: Literal["local", "hf"] = "local"
+    """Files on disk, or a Hugging Face dataset."""
+
+    paths: list[str] = field(default_factory=lambda: ["bundled:train"])
+    """``local``: jsonl, parquet or text files, globs allowed; ``bundled:train`` is the text that
+    ships with the package."""
+
+    validation_paths: list[str] = field(default_factory=lambda: ["bundled:validation"])
+    """Files of the fixed validation set, same kinds as ``paths``."""
+
+    hf_name: str = ""
+    """``hf``: dataset name or local dataset folder, for example ``HuggingFaceFW/fineweb-edu``."""
+
+    hf_config: str = ""
+    """``hf``: configuration (subset) name, for example ``sample-350BT``."""
+
+    hf_split: str = "train"
+    """``hf``: split to train on."""
+
+    streaming: bool = False
+    """``hf``: read the dataset as a stream instead of tokenising all of it into the cache first."""
+
+    text_column: str = "text"
+    """Column (parquet, Hugging Face) or key (jsonl) that holds a document's text."""
+
+    tokenizer: str = "bundled"
+    """Folder with ``tokenizer.json``; ``bundled`` is the 2,048-entry tokenizer of the package."""
+
+    packer: Literal["concat", "best_fit"] = "best_fit"
+    """How documents fill rows of ``training.seq_len`` tokens."""
+
+    long_document: Literal["split", "truncate", "drop"] = "split"
+    """What happens to a document longer than a row."""
+
+    max_documents: int = 128
+    """Documents a row may hold: the fixed capacity of ``cu_seqlens``. At least 1."""
+
+    min_document_tokens: int = 2
+    """Documents with fewer tokens are left out (and counted). At least 1."""
+
+    add_bos: bool = True
+    """Begin every document with the tokenizer's BOS token."""
+
+    add_eos: bool = True
+    """End every document with the tokenizer's EOS token."""
+
+    seed: int = 0
+    """Seed of the document order; each epoch has its own order."""
+
+    repeat: bool = True
+    """Start another epoch when the data ends; otherwise the run stops with an error status."""
+
+    cache_dir: str = ""
+    """Folder of the token cache; empty means ``{job.dump_folder}/data_cache``."""
+
+    prefetch: int = 2
+    """Batches prepared ahead of the training step. At least 0."""
+
+
+@dataclass
+class Training:
+    max_skipped_steps: int = 10
+    """Optimizer steps with non-finite loss or gradients are skipped and counted; this many in a row
+    end the run. At least 1."""
+
+
+@dataclass
+class Checkpoint:
+    allow_changed_config: bool = False
+    """Resume although the recipe, scales, data or model differ from the checkpoint's."""
+
+
+@dataclass
+class Metrics:
+    wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """Mode of wandb where ``metrics.enable_wandb``: ``auto`` is online with an API key, else offline."""
+
+    run_name: str = ""
+    """Name and resumable id of the run in wandb; empty takes the dump folder's name."""
+
+
+@dataclass
+class JobConfig:
+    model: Model = field(default_factory=Model)
+    attention: Attention = field(default_factory=Attention)
+    loss: Loss = field(default_factory=Loss)
+    data: Data = field(default_factory=Data)
+    training: Training = field(default_factory=Training)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)

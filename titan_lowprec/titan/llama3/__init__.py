@@ -1,0 +1,1 @@
+"""Llama 3 with low-precision attention over packed documents."""

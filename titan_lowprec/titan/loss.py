@@ -1,0 +1,67 @@
+"""TorchTitan's loss component, and the one way from a batch to its summed loss."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torchtitan.config import JobConfig
+
+from titan_lowprec.ops.cross_entropy.api import cross_entropy
+from titan_lowprec.shapes import Float, Int, Tensor
+
+IGNORE_INDEX = -100
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+def build_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:
+    """The ``[loss]`` section as a function of logits and labels that returns the fp32 sum.
+
+    The trainer divides by the number of valid labels of the whole step. ``linear_chunked`` has no
+    logits and runs inside the model's head; the function returned for it refuses to be called.
+    """
+    del kwargs
+    section = job_config.loss
+
+    def logits_fp32(pred: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"]) -> Tensor:
+        loss_sum, _, _ = cross_entropy(
+            pred.flatten(0, 1),
+            labels.flatten(),
+            ignore_index=IGNORE_INDEX,
+            z_loss=section.z_loss,
+            softcap=section.softcap,
+        )
+        return loss_sum
+
+    def logits_bf16(pred: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"]) -> Tensor:
+        """What training did before: log-softmax and per-token loss stored in bf16."""
+        return torch.nn.functional.cross_entropy(
+            pred.flatten(0, 1).bfloat16(),
+            labels.flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="none",
+        ).sum(dtype=torch.float32)
+
+    def linear_chunked(pred: Tensor, labels: Tensor) -> Tensor:
+        raise RuntimeError("loss.impl=linear_chunked: the loss is computed in the model's head")
+
+    functions = {
+        "logits_fp32": logits_fp32,
+        "logits_bf16": logits_bf16,
+        "linear_chunked": linear_chunked,
+    }
+    return functions[section.impl]
+
+
+def loss_sum_of_batch(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: dict[str, Tensor],
+    labels: Int[Tensor, "B T"],
+    job_config: JobConfig,
+) -> Tensor:
+    """Forward pass and summed loss of one microbatch; training and validation share it."""
+    extra = {name: tensor for name, tensor in inputs.items() if name != "input"}
+    if job_config.loss.impl == "linear_chunked":
+        return model(inputs["input"], labels=labels, **extra)
+    return loss_fn(model(inputs["input"], **extra), labels)

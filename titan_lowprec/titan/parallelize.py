@@ -1,0 +1,78 @@
+"""Tensor parallel, activation checkpointing, compile and sharding of our models."""
+
+import torch.nn as nn
+import torchtitan.distributed.activation_checkpoint as stock_ac
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.llama3.infra.parallelize import (
+    _op_sac_save_list,
+    apply_compile,
+    apply_fsdp,
+    apply_tp,
+)
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_type
+
+from titan_lowprec.ops.attention.api import SAVE_OPS as ATTENTION_SAVE_OPS
+from titan_lowprec.ops.cross_entropy.api import SAVE_OPS as LOSS_SAVE_OPS
+
+
+def parallelize_llama(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+) -> nn.Module:
+    """Apply what the job file asks for, in TorchTitan's order.
+
+    Data parallelism is FSDP2 on every mesh, one process and pure replication included: parameters
+    are then cast to ``mixed_precision_param`` in one place, and one GPU computes in the same
+    types as many (stock TorchTitan uses autocast there).
+    """
+    if parallel_dims.tp_enabled:
+        apply_tp(
+            model,
+            parallel_dims.get_mesh("tp"),
+            loss_parallel=False,  # our cross-entropy reduces whole rows of logits
+            enable_float8_tensorwise_tp=False,
+        )
+    compiled = job_config.compile.enable and "model" in job_config.compile.components
+    if job_config.activation_checkpoint.mode != "none":
+        stock_ac._layer_sac_count = 0  # process-global upstream: a second model would differ
+        stock_ac.apply_ac(
+            model,
+            job_config.activation_checkpoint,
+            model_compile_enabled=compiled,
+            op_sac_save_list=_op_sac_save_list | ATTENTION_SAVE_OPS | LOSS_SAVE_OPS,
+            base_folder=job_config.job.dump_folder,
+        )
+    if compiled:
+        apply_compile(model, job_config.compile)
+    apply_fsdp(
+        model,
+        data_parallel_mesh(parallel_dims),
+        param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
+        pp_enabled=False,
+        cpu_offload=job_config.training.enable_cpu_offload,
+        reshard_after_forward_policy=job_config.parallelism.fsdp_reshard_after_forward,
+    )
+    if device_type == "cpu":
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    logger.info(
+        f"Applied FSDP2: {parallel_dims.dp_replicate} replicas of {parallel_dims.dp_shard} shards"
+    )
+    return model
+
+
+def data_parallel_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
+    """The mesh that parameters are sharded over, also where its size is one.
+
+    ``ParallelDims.get_mesh`` refuses dimensions of size one, so this reads its private table.
+    """
+    assert parallel_dims.world_mesh is not None  # builds the table
+    dense = parallel_dims._global_meshes["dense"]
+    if parallel_dims.dp_replicate_enabled:
+        return dense["dp_replicate", "fsdp"]
+    return dense["fsdp"]
