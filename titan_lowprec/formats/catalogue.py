@@ -1,6 +1,22 @@
 """Number formats as data: every width, bias and maximum of the project is written here."""
 
+import math
 from dataclasses import dataclass
+
+
+def exponent_of(value: float) -> int:
+    """Give the exponent ``k`` of ``value = m * 2**k`` with ``1 <= m < 2``.
+
+    Args:
+        value: Positive and finite.
+
+    Numerics:
+        Exact.
+
+    Source:
+        C ``ilogb``.
+    """
+    return math.frexp(value)[1] - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -8,8 +24,9 @@ class ElementFormat:
     """A small floating-point format without infinities, for stored elements.
 
     Numerics:
-        The largest finite value is ``max_mantissa * 2**max_exponent`` with
-        ``1 <= max_mantissa < 2``. Subnormals are part of the format.
+        Values are ``+-m * 2**e`` with ``1 <= m < 2``, ``min_exponent <= e <= max_exponent`` and
+        ``mantissa_bits`` bits after the point, up to ``max_value``; below ``min_normal`` they
+        are multiples of ``min_subnormal``.
 
     Source:
         OCP 8-bit Floating Point v1.0 (e4m3fn); OCP Microscaling v1.0, section 5.3 (e2m1fn).
@@ -27,12 +44,7 @@ class ElementFormat:
     @property
     def max_exponent(self) -> int:
         """Exponent of the largest finite value: 8 for e4m3fn, 2 for e2m1fn."""
-        return int(self.max_value).bit_length() - 1
-
-    @property
-    def max_mantissa(self) -> float:
-        """Mantissa in ``[1, 2)`` of the largest finite value: 1.75 for e4m3fn, 1.5 for e2m1fn."""
-        return self.max_value / 2.0**self.max_exponent
+        return exponent_of(self.max_value)
 
     @property
     def min_exponent(self) -> int:
@@ -103,4 +115,6 @@ MXFP4 = BlockFormat(name="mxfp4", element=E2M1FN, scale=UE8M0, group=32)
 NVFP4 = BlockFormat(name="nvfp4", element=E2M1FN, scale=E4M3FN, group=16)
 
 ELEMENT_FORMATS = (E4M3FN, E2M1FN)
+NVFP4_MAX = E2M1FN.max_value * E4M3FN.max_value
+"""Largest NVFP4 value without an outer scale, 2688."""
 BLOCK_FORMATS = (MXFP8, MXFP4, NVFP4)

@@ -1,10 +1,10 @@
-"""Power-of-two block scales: the four MX rules, exact scaling, and the 128x4 export layout."""
+"""Power-of-two block scales: the four MX rules and exact scaling."""
 
 from typing import Literal
 
 import torch
 
-from titan_lowprec.formats.catalogue import UE8M0, ElementFormat
+from titan_lowprec.formats.catalogue import UE8M0, ElementFormat, exponent_of
 from titan_lowprec.shapes import Float32, Int32, Tensor, UInt8
 
 ScaleMode = Literal["floor", "ceil", "even", "rceil"]
@@ -13,13 +13,16 @@ _F32_MANTISSA_BITS = 23
 _F32_MANTISSA_MASK = (1 << _F32_MANTISSA_BITS) - 1
 _F32_MAGNITUDE_MASK = 0x7FFFFFFF
 _F32_INFINITY_BITS = 0x7F800000
+_F32_BITS_2_POW_MINUS_127 = 0x00400000
 _F32_BIAS = 127
 _F32_MIN_EXPONENT = -126
 _F32_MAX_EXPONENT = 127
 
-_TILE_ROWS = 128
-_TILE_COLUMNS = 4
-_TILE_LANES = 32
+
+def _round_up_threshold(max_value: float) -> int:
+    """Smallest fp32 mantissa field above the mantissa of ``max_value``."""
+    mantissa = max_value / 2.0 ** exponent_of(max_value)
+    return int((mantissa - 1.0) * 2**_F32_MANTISSA_BITS) + 1
 
 
 def _mantissa_threshold(element: ElementFormat, mode: ScaleMode) -> int:
@@ -31,11 +34,26 @@ def _mantissa_threshold(element: ElementFormat, mode: ScaleMode) -> int:
     if mode == "even":
         return (1 << _F32_MANTISSA_BITS) - (1 << (_F32_MANTISSA_BITS - element.mantissa_bits - 1))
     if mode == "rceil":
-        return int((element.max_mantissa - 1.0) * 2**_F32_MANTISSA_BITS) + 1
+        return _round_up_threshold(element.max_value)
     raise ValueError(
         f"ue8m0_scale: mode must be 'floor', 'ceil', 'even' or 'rceil', got {mode!r}; "
         "this project's recipes use 'rceil'"
     )
+
+
+def _scale_bytes(
+    who: str, amax: Float32[Tensor, "*N"], max_exponent: int, threshold: int
+) -> UInt8[Tensor, "*N"]:
+    """Give ``exponent(amax) - max_exponent``, one more from a mantissa threshold on."""
+    if amax.dtype != torch.float32:
+        raise TypeError(
+            f"{who}: amax must be float32, got {amax.dtype}; cast it with .to(torch.float32)"
+        )
+    bits = amax.view(torch.int32) & _F32_MAGNITUDE_MASK
+    field = bits >> _F32_MANTISSA_BITS
+    carry = (bits & _F32_MANTISSA_MASK) >= threshold
+    code = (field + carry.to(torch.int32) - max_exponent).clamp(min=0)
+    return torch.where(bits >= _F32_INFINITY_BITS, UE8M0.nan_code, code).to(torch.uint8)
 
 
 def ue8m0_scale(
@@ -52,7 +70,7 @@ def ue8m0_scale(
             - ``"floor"``: never (the OCP rule; maxima above ``max_value`` saturate);
             - ``"ceil"``: ``m > 1``;
             - ``"even"``: ``m`` rounds to 2 in the element's mantissa;
-            - ``"rceil"``: ``m > element.max_mantissa``, so the maximum never saturates.
+            - ``"rceil"``: ``m * 2**E > element.max_value``, so the maximum never saturates.
 
     Returns:
         Biased exponents. Zero gives byte 0, NaN and infinity give byte 255.
@@ -70,15 +88,38 @@ def ue8m0_scale(
         OCP Microscaling v1.0, section 6.3 ("floor"); arXiv:2506.08027 ("rceil"); torchao
         ``ScaleCalculationMode`` for the names of the other two.
     """
-    if amax.dtype != torch.float32:
-        raise TypeError(
-            f"ue8m0_scale: amax must be float32, got {amax.dtype}; cast it with .to(torch.float32)"
+    threshold = _mantissa_threshold(element, mode)
+    return _scale_bytes("ue8m0_scale", amax, element.max_exponent, threshold)
+
+
+def ue8m0_round_up(amax: Float32[Tensor, "*N"], *, max_value: float) -> UInt8[Tensor, "*N"]:
+    """Choose the smallest power of two that brings magnitudes to ``max_value`` or less.
+
+    Args:
+        amax: Largest magnitude of each block, fp32; the sign bit is ignored.
+        max_value: Any positive fp32 value of at least 4: 448 makes this the ``"rceil"`` rule of
+            e4m3fn, 2688 chooses the outer exponent of an NVFP4 row.
+
+    Returns:
+        Biased exponents. Zero gives byte 0, NaN and infinity give byte 255.
+
+    Raises:
+        TypeError: ``amax`` is not fp32.
+        ValueError: ``max_value`` is too small for subnormal maxima to fit byte 0.
+
+    Numerics:
+        As ``ue8m0_scale``.
+
+    Source:
+        arXiv:2506.08027, section 3.
+    """
+    if not 4.0 <= max_value < 2.0**127:
+        raise ValueError(
+            f"ue8m0_round_up: max_value must be in [4, 2**127), got {max_value}; "
+            "pass the largest value of the format"
         )
-    bits = amax.view(torch.int32) & _F32_MAGNITUDE_MASK
-    field = bits >> _F32_MANTISSA_BITS
-    carry = (bits & _F32_MANTISSA_MASK) >= _mantissa_threshold(element, mode)
-    code = (field + carry.to(torch.int32) - element.max_exponent).clamp(min=0)
-    return torch.where(bits >= _F32_INFINITY_BITS, UE8M0.nan_code, code).to(torch.uint8)
+    threshold = _round_up_threshold(max_value)
+    return _scale_bytes("ue8m0_round_up", amax, exponent_of(max_value), threshold)
 
 
 def _exp2_factor(exponent: Int32[Tensor, "*N"]) -> Float32[Tensor, "*N"]:
@@ -122,73 +163,20 @@ def multiply_exp2(
     return x * _exp2_factor(first) * _exp2_factor(middle) * _exp2_factor(last)
 
 
-def inverse_exponent(scale: UInt8[Tensor, "*N"]) -> Int32[Tensor, "*N"]:
-    """Give the exponent that divides by ue8m0 scales: ``127 - byte``.
+def inverse_scale(scale: UInt8[Tensor, "*N"]) -> Float32[Tensor, "*N"]:
+    """Give the powers of two that divide by ue8m0 scales, ``2**(127 - byte)``, in fp32.
+
+    Args:
+        scale: Bytes of ``ue8m0_scale``.
 
     Numerics:
-        Byte 255 gives -128, which keeps scaled elements small; its codes are zeroed elsewhere.
+        Normal powers of two: finite maxima give bytes up to 253. Byte 254, which no scale rule
+        gives, has the exact subnormal reciprocal; byte 255 gives 0, and its codes are the
+        caller's to clear.
 
     Source:
         OCP Microscaling v1.0, section 5.4.
     """
-    return UE8M0.bias - scale.to(torch.int32)
-
-
-def swizzle_128x4(scale_RC: UInt8[Tensor, "R C"]) -> UInt8[Tensor, " bytes"]:
-    """Lay scale bytes out in the 128x4 tiles that cuBLAS and tcgen05 read.
-
-    Args:
-        scale_RC: One byte per matrix row and scale group.
-
-    Returns:
-        ``ceil(R / 128) * ceil(C / 4) * 512`` bytes. Byte ``(r % 32) * 16 + (r // 32) * 4 + c`` of
-        a tile holds its element ``(r, c)``; tiles follow one another along columns first; padded
-        bytes are 0.
-
-    Numerics:
-        Exact.
-
-    Source:
-        NVIDIA cuBLAS documentation, "1D Block Scaling Factors Layout".
-    """
-    R, C = scale_RC.shape
-    row_tiles, column_tiles = -(-R // _TILE_ROWS), -(-C // _TILE_COLUMNS)
-    padded = scale_RC.new_zeros((row_tiles * _TILE_ROWS, column_tiles * _TILE_COLUMNS))
-    padded[:R, :C] = scale_RC
-    tiles = padded.view(
-        row_tiles, _TILE_ROWS // _TILE_LANES, _TILE_LANES, column_tiles, _TILE_COLUMNS
-    )
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
-
-
-def unswizzle_128x4(
-    swizzled: UInt8[Tensor, " bytes"], *, rows: int, columns: int
-) -> UInt8[Tensor, "R C"]:
-    """Read scale bytes back from 128x4 tiles.
-
-    Args:
-        swizzled: Bytes as ``swizzle_128x4`` wrote them.
-        rows: Rows of the scale table, without padding.
-        columns: Columns of the scale table, without padding.
-
-    Raises:
-        ValueError: The number of bytes does not fit the table.
-
-    Numerics:
-        Exact; padded bytes are dropped unread.
-
-    Source:
-        NVIDIA cuBLAS documentation, "1D Block Scaling Factors Layout".
-    """
-    row_tiles, column_tiles = -(-rows // _TILE_ROWS), -(-columns // _TILE_COLUMNS)
-    expected = row_tiles * column_tiles * _TILE_ROWS * _TILE_COLUMNS
-    if swizzled.numel() != expected:
-        raise ValueError(
-            f"unswizzle_128x4: a {rows}x{columns} table takes {expected} bytes, "
-            f"got {swizzled.numel()}; pass the rows and columns given to swizzle_128x4"
-        )
-    tiles = swizzled.view(
-        row_tiles, column_tiles, _TILE_LANES, _TILE_ROWS // _TILE_LANES, _TILE_COLUMNS
-    )
-    table = tiles.permute(0, 3, 2, 1, 4).reshape(row_tiles * _TILE_ROWS, -1)
-    return table[:rows, :columns].contiguous()
+    bits = (UE8M0.max_code - scale.to(torch.int32)) << _F32_MANTISSA_BITS
+    bits = torch.where(scale == UE8M0.max_code, _F32_BITS_2_POW_MINUS_127, bits)
+    return torch.where(scale == UE8M0.nan_code, 0, bits).view(torch.float32)

@@ -1,6 +1,6 @@
 """Orthonormal Hadamard rotation of the head dimension."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -47,4 +47,4 @@ def hadamard(x: Float[Tensor, "*N D"]) -> Float32[Tensor, "*N D"]:
             f"hadamard: the last axis must be a power of two, got {D}; "
             "switch the rotation off for this head dimension"
         )
-    return _Hadamard.apply(x)
+    return cast(Tensor, _Hadamard.apply(x))  # pyright: ignore[reportUnknownMemberType]

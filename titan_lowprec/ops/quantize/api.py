@@ -14,7 +14,7 @@ from titan_lowprec.ops.quantize.common import (
     Tiles,
     TokenBlocks,
 )
-from titan_lowprec.shapes import Float, Float32, Int32, Tensor
+from titan_lowprec.shapes import Float, Float32, Int32, Tensor, UInt8
 
 __all__ = [
     "BlockScales",
@@ -34,6 +34,7 @@ __all__ = [
     "quantize_nvfp4",
     "quantize_tiles",
     "quantize_token_blocks",
+    "scale_table",
 ]
 
 
@@ -42,15 +43,21 @@ def _check_dtype(who: str, x: Tensor) -> None:
         raise TypeError(f"{who}: x must be bfloat16 or float32, got {x.dtype}; cast it first")
 
 
+def _check_tokens(who: str, x: Tensor, block_N: Tensor, *, axes: str) -> None:
+    if x.ndim != len(axes.split()) or block_N.shape != x.shape[:1]:
+        raise ValueError(
+            f"{who}: one block id per token is required, values ({axes}) and blocks (N), "
+            f"got {tuple(x.shape)} and {tuple(block_N.shape)}; take ids from token_metadata"
+        )
+
+
 def _check_groups(who: str, x_MK: Tensor, group: int) -> None:
     _check_dtype(who, x_MK)
     K = x_MK.shape[-1]
-    if group < 1:
-        raise ValueError(f"{who}: group must be positive, got {group}; pass the format's group")
-    if K % group != 0:
+    if group < 1 or K % group != 0:
         raise ValueError(
-            f"{who}: K must be a multiple of group={group}, got K={K}; "
-            f"pad the last axis to {-(-K // group) * group}"
+            f"{who}: K must be a multiple of a positive group, got K={K}, group={group}; "
+            "pad the last axis with zeros"
         )
 
 
@@ -71,9 +78,9 @@ def quantize_mxfp8(x_MK: Float[Tensor, "*M K"], *, group: int, scale_mode: Scale
         ValueError: ``K`` is not a multiple of ``group``, or ``scale_mode`` is unknown.
 
     Numerics:
-        Scaling is exact or below half the smallest subnormal code; the cast rounds to nearest,
-        ties to even, and saturates. A zero group gets scale byte 0. A group with NaN or infinity
-        gets scale byte 255 and zero codes, and decodes to NaN.
+        Scaling is exact wherever it can matter; the cast rounds to nearest, ties to even, and
+        saturates. A zero group gets scale byte 0. A group with NaN or infinity gets scale byte
+        255 and zero codes, and decodes to NaN.
 
     Source:
         OCP Microscaling v1.0, section 6.3; arXiv:2506.08027 ("rceil").
@@ -202,20 +209,15 @@ def quantize_token_blocks(
 
     Numerics:
         Round-up ("rceil") scales, so the block maximum never saturates. NaN or infinity in a
-        block gives it scale byte 255 and zero codes: it decodes to NaN, and 0 * code stays 0 in
-        masked products. Tokens past the last document get byte 0 and zero codes, whatever they
-        hold, and influence nothing. The maximum is taken over integers: bits do not depend on the
-        device or the order of arrival.
+        block gives byte 255 and zero codes: it decodes to NaN, and 0 * code stays 0 in masked
+        products. Tokens past the last document get byte 0 and zero codes whatever they hold.
+        The maximum is over integers: bits depend on neither device nor order of arrival.
 
     Source:
         FLAMIA, arXiv:2511.03344, for 32-token blocks over all features.
     """
     _check_dtype("quantize_token_blocks", x_NHD)
-    if x_NHD.ndim != 3 or block_N.shape != x_NHD.shape[:1]:
-        raise ValueError(
-            "quantize_token_blocks: x must be (N, H, D) and block (N,), "
-            f"got {tuple(x_NHD.shape)} and {tuple(block_N.shape)}; pass one block id per token"
-        )
+    _check_tokens("quantize_token_blocks", x_NHD, block_N, axes="N H D")
     if scales not in ("token_block", "token"):
         raise ValueError(
             f"quantize_token_blocks: scales must be 'token_block' or 'token', got {scales!r}; "
@@ -234,6 +236,33 @@ def dequantize_token_blocks(quantized: TokenBlocks) -> Float32[Tensor, "N H D"]:
         OCP Microscaling v1.0, section 6.2.
     """
     return reference.dequantize_token_blocks_reference(quantized)
+
+
+def scale_table(
+    scale_NH: UInt8[Tensor, "N H"], block_N: Int32[Tensor, " N"], *, capacity: int
+) -> UInt8[Tensor, "G H"]:
+    """Collect the scale bytes of token blocks, one row of the table per block.
+
+    Args:
+        scale_NH: Bytes per token and head, equal within a block.
+        block_N: Block of each token, below ``capacity``; -1 past the last document.
+        capacity: Rows of the table; ``max_blocks`` bounds the blocks of a row without reading
+            device memory.
+
+    Returns:
+        Bytes of each block and head; unused rows are 0.
+
+    Raises:
+        ValueError: Sizes do not match.
+
+    Numerics:
+        Exact.
+
+    Source:
+        FLAMIA, arXiv:2511.03344, for one exponent per block.
+    """
+    _check_tokens("scale_table", scale_NH, block_N, axes="N H")
+    return reference.scale_table_reference(scale_NH, block_N, capacity)
 
 
 def quantize_tiles(x_TS: Float[Tensor, "*B T S"], *, tile: int, scale_mode: ScaleMode) -> Tiles:

@@ -2,7 +2,7 @@
 
 import torch
 
-from titan_lowprec.formats.catalogue import E2M1FN, E4M3FN, UE8M0, ElementFormat
+from titan_lowprec.formats.catalogue import E2M1FN, E4M3FN, NVFP4_MAX, UE8M0, ElementFormat
 from titan_lowprec.formats.codec import (
     decode_e2m1fn,
     decode_e4m3fn,
@@ -11,8 +11,9 @@ from titan_lowprec.formats.codec import (
 )
 from titan_lowprec.formats.scales import (
     ScaleMode,
-    inverse_exponent,
+    inverse_scale,
     multiply_exp2,
+    ue8m0_round_up,
     ue8m0_scale,
 )
 from titan_lowprec.ops.quantize.common import (
@@ -24,19 +25,24 @@ from titan_lowprec.ops.quantize.common import (
     Tiles,
     TokenBlocks,
 )
-from titan_lowprec.shapes import Float, Float32, Int32, Tensor, UInt8
-
-_NVFP4_MAX = E2M1FN.max_value * E4M3FN.max_value
+from titan_lowprec.shapes import Bool, Float, Float32, Int32, Tensor, UInt8
 
 
-def _scale_down(x: Float32[Tensor, "*N"], scale: UInt8[Tensor, "*#N"]) -> Float32[Tensor, "*N"]:
-    """Divide by ue8m0 scales; blocks marked NaN become zero, so that their codes stay finite."""
-    scaled = multiply_exp2(x, inverse_exponent(scale))
-    return torch.where(scale == UE8M0.nan_code, 0.0, scaled)
+def _scale_down(
+    x: Float32[Tensor, "*N"], scale: UInt8[Tensor, "*#N"], keep: Bool[Tensor, "*#N"]
+) -> Float32[Tensor, "*N"]:
+    """Divide by ue8m0 scales where ``keep`` is set, and give zero elsewhere."""
+    return torch.where(keep, x * inverse_scale(scale), 0.0)
+
+
+def _scale_up(values: Float32[Tensor, "*N"], scale: UInt8[Tensor, "*#N"]) -> Float32[Tensor, "*N"]:
+    """Multiply by ue8m0 scales; byte 255 gives NaN whatever the codes."""
+    exponent = scale.to(torch.int32) - UE8M0.bias
+    return torch.where(scale == UE8M0.nan_code, torch.nan, multiply_exp2(values, exponent))
 
 
 def _group(x: Float[Tensor, "*M K"], group: int) -> Float32[Tensor, "*M G group"]:
-    return x.to(torch.float32).unflatten(-1, (x.shape[-1] // group, group))
+    return x.to(torch.float32).reshape(*x.shape[:-1], x.shape[-1] // group, group)
 
 
 def _mx_groups(
@@ -45,7 +51,9 @@ def _mx_groups(
     """Scale groups into the range of an element format."""
     x_MGK = _group(x_MK, group)
     scale_MG = ue8m0_scale(x_MGK.abs().amax(-1), element=element, mode=scale_mode)
-    return _scale_down(x_MGK, scale_MG.unsqueeze(-1)).flatten(-2), scale_MG
+    scale_MG1 = scale_MG.unsqueeze(-1)
+    scaled_MGK = _scale_down(x_MGK, scale_MG1, scale_MG1 != UE8M0.nan_code)
+    return scaled_MGK.flatten(-2), scale_MG
 
 
 def quantize_mxfp8_reference(
@@ -72,60 +80,27 @@ def dequantize_mx_reference(
     return _scale_up(values_MGK, scale_MG.unsqueeze(-1)).flatten(-2)
 
 
-def _scale_up(values: Float32[Tensor, "*N"], scale: UInt8[Tensor, "*#N"]) -> Float32[Tensor, "*N"]:
-    """Multiply by ue8m0 scales; byte 255 gives NaN whatever the codes."""
-    scaled = multiply_exp2(values, -inverse_exponent(scale))
-    return torch.where(scale == UE8M0.nan_code, torch.nan, scaled)
-
-
-def outer_exponent_reference(x_MK: Float[Tensor, "*M K"]) -> UInt8[Tensor, "*M"]:
-    """Choose the power of two of each row that brings its maximum to 2688 or less.
-
-    Numerics:
-        ``2688 = 1.3125 * 2**11``; the smallest such power, from the bits of the row maximum.
-        NaN or infinity in a row gives byte 255.
-
-    Source:
-        The round-up rule of ``ue8m0_scale``, applied to the largest NVFP4 value.
-    """
-    amax_M = x_MK.to(torch.float32).abs().amax(-1)
-    nvfp4_value = ElementFormat(
-        name="nvfp4_value",
-        bits=0,
-        exponent_bits=0,
-        mantissa_bits=0,
-        bias=0,
-        max_value=_NVFP4_MAX,
-        min_normal=0.0,
-        min_subnormal=0.0,
-    )
-    return ue8m0_scale(amax_M, element=nvfp4_value, mode="rceil")
-
-
 def quantize_nvfp4_reference(x_MK: Float[Tensor, "*M K"], group: int, outer: OuterScale) -> Nvfp4:
     """Quantise to NVFP4; see ``api.quantize_nvfp4``."""
     x_MK = x_MK.to(torch.float32)
     outer_M = torch.full(x_MK.shape[:-1], UE8M0.bias, dtype=torch.uint8, device=x_MK.device)
     if outer == "token":
-        outer_M = outer_exponent_reference(x_MK)
-        x_MK = multiply_exp2(x_MK, inverse_exponent(outer_M).unsqueeze(-1))
+        outer_M = ue8m0_round_up(x_MK.abs().amax(-1), max_value=NVFP4_MAX)
+        x_MK = x_MK * inverse_scale(outer_M).unsqueeze(-1)
     x_MGK = _group(x_MK, group)
     amax_MG = x_MGK.abs().amax(-1)
     # A tensor divisor: dividing by a Python number multiplies by its reciprocal on CUDA.
-    largest_code = torch.full_like(amax_MG, E2M1FN.max_value)
-    ideal_MG = (amax_MG / largest_code).clamp(min=E4M3FN.min_subnormal)
+    ideal_MG = amax_MG / torch.full_like(amax_MG, E2M1FN.max_value)
+    scale_values_MG = decode_e4m3fn(encode_e4m3fn(ideal_MG.clamp(min=E4M3FN.min_subnormal)))
     finite_MG = torch.isfinite(amax_MG)
-    scale_MG = encode_e4m3fn(ideal_MG)
-    ratio_MGK = x_MGK / decode_e4m3fn(scale_MG).unsqueeze(-1)
-    ratio_MGK = torch.where(finite_MG.unsqueeze(-1), ratio_MGK, 0.0)
-    codes_MK = encode_e2m1fn(ratio_MGK).flatten(-2)
-    nan_scale = torch.full_like(ideal_MG, torch.nan).to(torch.float8_e4m3fn)
-    beyond_MGK = (x_MGK.abs() > _NVFP4_MAX) & torch.isfinite(x_MGK)
+    ratio_MGK = x_MGK / scale_values_MG.unsqueeze(-1)
+    codes_MGK = encode_e2m1fn(torch.where(finite_MG.unsqueeze(-1), ratio_MGK, 0.0))
+    marked_MG = torch.where(finite_MG, scale_values_MG, torch.nan)
+    magnitude_MGK = x_MGK.abs()
+    beyond_MGK = (magnitude_MGK > NVFP4_MAX) & (magnitude_MGK < torch.inf)
     return Nvfp4(
-        codes_MK=codes_MK,
-        scale_MG=torch.where(
-            finite_MG, scale_MG.view(torch.uint8), nan_scale.view(torch.uint8)
-        ).view(torch.float8_e4m3fn),
+        codes_MK=codes_MGK.flatten(-2),
+        scale_MG=marked_MG.to(torch.float8_e4m3fn),
         outer_M=outer_M,
         saturated=beyond_MGK.sum(),
     )
@@ -155,9 +130,9 @@ def quantize_token_blocks_reference(
     tail_N1 = block_N.unsqueeze(1) < 0
     amax_NH = torch.where(tail_N1, 0.0, amax_NH)
     scale_NH = ue8m0_scale(amax_NH, element=E4M3FN, mode="rceil")
-    scaled_NHD = _scale_down(x_NHD.to(torch.float32), scale_NH.unsqueeze(-1))
-    codes_NHD = encode_e4m3fn(torch.where(tail_N1.unsqueeze(-1), 0.0, scaled_NHD))
-    return TokenBlocks(codes_NHD=codes_NHD, scale_NH=scale_NH)
+    keep_NH = (scale_NH != UE8M0.nan_code) & ~tail_N1
+    scaled_NHD = _scale_down(x_NHD.to(torch.float32), scale_NH.unsqueeze(-1), keep_NH.unsqueeze(-1))
+    return TokenBlocks(codes_NHD=encode_e4m3fn(scaled_NHD), scale_NH=scale_NH)
 
 
 def dequantize_token_blocks_reference(quantized: TokenBlocks) -> Float32[Tensor, "N H D"]:
@@ -165,14 +140,27 @@ def dequantize_token_blocks_reference(quantized: TokenBlocks) -> Float32[Tensor,
     return _scale_up(decode_e4m3fn(quantized.codes_NHD), quantized.scale_NH.unsqueeze(-1))
 
 
+def scale_table_reference(
+    scale_NH: UInt8[Tensor, "N H"], block_N: Int32[Tensor, " N"], capacity: int
+) -> UInt8[Tensor, "G H"]:
+    """Gather per-token scale bytes into a table of blocks; see ``api.scale_table``."""
+    N, H = scale_NH.shape
+    slot_N = torch.where(block_N < 0, capacity, block_N).to(torch.int64)
+    table = torch.zeros((capacity + 1, H), dtype=torch.int32, device=scale_NH.device)
+    slot_NH = slot_N.unsqueeze(1).expand(N, H)
+    table = table.scatter_reduce(0, slot_NH, scale_NH.to(torch.int32), "amax")
+    return table[:capacity].to(torch.uint8)
+
+
 def quantize_tiles_reference(
     x_TS: Float[Tensor, "*B T S"], tile: int, scale_mode: ScaleMode
 ) -> Tiles:
     """Quantise square tiles to e4m3fn; see ``api.quantize_tiles``."""
     T, S = x_TS.shape[-2:]
-    tiles = x_TS.to(torch.float32).unflatten(-1, (S // tile, tile)).unflatten(-3, (T // tile, tile))
+    tiles = x_TS.to(torch.float32).reshape(*x_TS.shape[:-2], T // tile, tile, S // tile, tile)
     scale_GG = ue8m0_scale(tiles.abs().amax((-3, -1)), element=E4M3FN, mode=scale_mode)
-    scaled = _scale_down(tiles, scale_GG[..., :, None, :, None])
+    wide = scale_GG[..., :, None, :, None]
+    scaled = _scale_down(tiles, wide, wide != UE8M0.nan_code)
     return Tiles(codes_TS=encode_e4m3fn(scaled).reshape(x_TS.shape), scale_GG=scale_GG)
 
 
