@@ -1,0 +1,242 @@
+"""A packed data set: a sequence of rows that only seed and epoch decide."""
+
+import hashlib
+import json
+import logging
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+from titan_lowprec.data.hub import HubDataset
+from titan_lowprec.data.manifest import TokenStore, open_cache
+from titan_lowprec.data.order import EpochOrder
+from titan_lowprec.data.pack import PackingIndex, PackingRule, pack_documents
+from titan_lowprec.data.rows import PackedRow, assemble_row, ignored_row
+from titan_lowprec.data.shards import LocalFiles
+from titan_lowprec.data.spec import DataSpec
+from titan_lowprec.data.statistics import PackingStatistics
+from titan_lowprec.data.tokenize import TextTokenizer, load_tokenizer
+from titan_lowprec.data.windows import CachedWindow, StreamWindows, Windows
+
+logger = logging.getLogger(__name__)
+
+PLAN = 1
+"""Version of packing and order; a state of another one is refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """The next row of the global sequence. A cached data set has only window 0."""
+
+    epoch: int = 0
+    window: int = 0
+    row: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A window in memory together with its rows in one epoch."""
+
+    store: TokenStore
+    index: PackingIndex
+
+
+class PackedDataset:
+    """Rows of packed documents, addressed by epoch, window and row."""
+
+    def __init__(
+        self, spec: DataSpec, tokenizer: TextTokenizer, windows: Windows, *, contents: str
+    ) -> None:
+        """Pack the first window, so that statistics are known and no error waits for training.
+
+        Raises:
+            ValueError: The rule leaves no document to train on.
+        """
+        self.spec = spec
+        self.tokenizer = tokenizer
+        self._windows = windows
+        self._rule = PackingRule(
+            row_tokens=spec.seq_len,
+            max_documents=spec.max_documents,
+            packer=spec.packer,
+            long_document=spec.long_document,
+            min_document_tokens=spec.min_document_tokens,
+        )
+        self._plans: OrderedDict[tuple[int, int], _Plan | None] = OrderedDict()
+        self._lock = threading.RLock()
+        self._statistics: dict[int, PackingStatistics] = {}
+        self.plan = self._plan_hash(contents)
+        if not self.rows_in(Cursor()):
+            raise ValueError(
+                f"PackedDataset: the first documents must hold one of at least "
+                f"min_document_tokens={spec.min_document_tokens} tokens that "
+                f"long_document={spec.long_document!r} keeps, got {self.statistics}; "
+                "check the data, or relax the two"
+            )
+        logger.info("packed (%s): %s", spec.packer, self.statistics.describe())
+
+    def _plan_hash(self, contents: str) -> str:
+        """Hash what decides the rows; a saved position means nothing under another hash."""
+        spec = self.spec
+        decisive = {
+            "version": PLAN,
+            "contents": contents,
+            "tokenizer": {**self.tokenizer.identity(), "engine_version": ""},
+            "row_tokens": spec.seq_len,
+            "max_documents": spec.max_documents,
+            "packer": spec.packer,
+            "long_document": spec.long_document,
+            "min_document_tokens": spec.min_document_tokens,
+            "seed": spec.seed,
+            "window_documents": spec.window_documents if spec.streaming else 0,
+        }
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def vocab_size(self) -> int:
+        """Smallest vocabulary that holds every id of the tokenizer."""
+        return self.tokenizer.vocab_size
+
+    def require_vocab(self, model_vocab_size: int) -> None:
+        """Refuse a model whose embedding is smaller than the tokenizer.
+
+        Raises:
+            ValueError: ``model_vocab_size`` is below ``vocab_size``.
+        """
+        if model_vocab_size < self.vocab_size:
+            raise ValueError(
+                f"PackedDataset: the model's vocabulary must hold the tokenizer's "
+                f"{self.vocab_size} ids, got {model_vocab_size}; raise the model's vocab_size to "
+                f"{self.vocab_size} or more, or choose a smaller tokenizer"
+            )
+
+    @property
+    def rows_per_epoch(self) -> int | None:
+        """Rows of the first epoch; None for a stream, which does not know.
+
+        Another epoch may differ by a few where rows reach their capacity of documents.
+        """
+        return None if self.spec.streaming else self.rows_in(Cursor())
+
+    @property
+    def statistics(self) -> PackingStatistics:
+        """Statistics of the first epoch; for a stream, of the windows seen so far."""
+        first, *others = self._statistics.values()
+        for other in others:
+            first = first + other
+        return first
+
+    def packing(self, cursor: Cursor) -> PackingIndex | None:
+        """Return which pieces of which documents fill the rows of the cursor's window."""
+        plan = self._plan(cursor)
+        return None if plan is None else plan.index
+
+    def rows_in(self, cursor: Cursor) -> int | None:
+        """Return the rows of the cursor's window, or None past the epoch's last window."""
+        plan = self._plan(cursor)
+        return None if plan is None else plan.index.rows
+
+    def _plan(self, cursor: Cursor) -> _Plan | None:
+        key = (cursor.epoch, cursor.window)
+        with self._lock:
+            if key not in self._plans:
+                self._plans[key] = self._make_plan(cursor)
+                # Two: a batch may straddle windows while prefetching threads are still behind.
+                while len(self._plans) > 2:
+                    self._plans.popitem(last=False)
+            self._plans.move_to_end(key)
+            return self._plans[key]
+
+    def _make_plan(self, cursor: Cursor) -> _Plan | None:
+        store = self._windows.store(cursor.window)
+        if store is None:
+            return None
+        order = EpochOrder(self.spec.seed, cursor.epoch, cursor.window)
+        index = pack_documents(store.lengths_M, rule=self._rule, order=order)
+        self._statistics.setdefault(cursor.window, index.statistics)
+        return _Plan(store, index)
+
+    def take(self, cursor: Cursor, count: int) -> tuple[list[Cursor], Cursor]:
+        """Return the next ``count`` rows from a cursor on, and the cursor after them.
+
+        Rows continue into the next epoch with ``repeat``; otherwise fewer come at the end.
+        """
+        rows: list[Cursor] = []
+        while len(rows) < count:
+            available = self.rows_in(cursor)
+            if available is None:
+                if not self.spec.repeat:
+                    break
+                cursor = Cursor(epoch=cursor.epoch + 1)
+            elif cursor.row < available:
+                more = min(count - len(rows), available - cursor.row)
+                rows.extend(replace(cursor, row=cursor.row + step) for step in range(more))
+                cursor = replace(cursor, row=cursor.row + more)
+            else:
+                cursor = Cursor(epoch=cursor.epoch, window=cursor.window + 1)
+        return rows, cursor
+
+    def row_at(self, cursor: Cursor) -> PackedRow:
+        """Read one row.
+
+        Raises:
+            IndexError: The window has no such row.
+        """
+        plan = self._plan(cursor)
+        if plan is None or not 0 <= cursor.row < plan.index.rows:
+            raise IndexError(
+                f"PackedDataset: a row must be below {0 if plan is None else plan.index.rows} "
+                f"in window {cursor.window}, got {cursor.row}"
+            )
+        return assemble_row(
+            plan.store,
+            plan.index,
+            cursor.row,
+            row_tokens=self.spec.seq_len,
+            max_documents=self.spec.max_documents,
+            pad_id=self.tokenizer.pad_id,
+        )
+
+    def row(self, epoch: int, index: int) -> PackedRow:
+        """Read row ``index`` of an epoch of a cached data set (window 0 of a stream)."""
+        return self.row_at(Cursor(epoch=epoch, row=index))
+
+    def ignored_row(self) -> PackedRow:
+        """Return a row without documents."""
+        return ignored_row(
+            row_tokens=self.spec.seq_len,
+            max_documents=self.spec.max_documents,
+            pad_id=self.tokenizer.pad_id,
+        )
+
+
+def build_packed_dataset(spec: DataSpec, *, progress: bool = False) -> PackedDataset:
+    """Open the source, tokenise it into the cache if need be, and pack its first epoch.
+
+    Args:
+        spec: What to read and how to pack it.
+        progress: Show a bar while tokenising, on a terminal.
+
+    Raises:
+        FileNotFoundError: A file, a tokenizer or a Hugging Face data set is missing.
+        ValueError: A column is missing, or no document is left.
+    """
+    tokenizer = load_tokenizer(spec.tokenizer_path, add_bos=spec.add_bos, add_eos=spec.add_eos)
+    source = open_source(spec)
+    if spec.streaming:
+        windows = StreamWindows(source, tokenizer, window_documents=spec.window_documents)
+        return PackedDataset(spec, tokenizer, windows, contents=source.portable_identity())
+    store = open_cache(source, tokenizer, cache_dir=spec.cache_dir, progress=progress)
+    return PackedDataset(spec, tokenizer, CachedWindow(store), contents=store.sha256)
+
+
+def open_source(spec: DataSpec) -> LocalFiles | HubDataset:
+    """Open the documents of a spec and check that they have the text column.
+
+    Raises:
+        FileNotFoundError: A file or a Hugging Face data set is missing.
+        ValueError: The text column is missing.
+    """
+    if spec.source == "local":
+        return LocalFiles(spec.paths, text_column=spec.text_column)
+    return HubDataset(spec)
