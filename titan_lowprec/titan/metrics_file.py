@@ -57,13 +57,13 @@ class MetricsFile:
 
 
 def read_metrics(
-    path: str | os.PathLike[str], *, kind: Literal["train", "validation"]
+    path: str | os.PathLike[str], *, kind: Literal["train", "validation"] | None = None
 ) -> list[dict[str, Any]]:
-    """The records of a job that count, in step order, each step once.
+    """The records of a job that count, in step order, each step once per kind.
 
     Args:
         path: A ``metrics.jsonl``.
-        kind: Which lines to return.
+        kind: Which lines to return; ``None`` is both, a step's training before its validation.
 
     Returns:
         Records without the superseded lines of attempts that a later one continued from before.
@@ -93,7 +93,13 @@ def read_metrics(
                 f"{damaged} in {path}; restore the file or delete that line"
             )
         _add(records[line["kind"]], line, path)
-    return [record for _, record in sorted(records[kind].items())]
+    chosen = [
+        record
+        for name, steps in records.items()
+        if kind in (None, name)
+        for record in steps.values()
+    ]
+    return sorted(chosen, key=lambda record: record["step"])
 
 
 def _add(

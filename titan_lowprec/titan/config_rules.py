@@ -1,0 +1,198 @@
+"""What several settings must fulfil together, for model, attention, loss and parallelism."""
+
+from collections.abc import Iterator
+
+from titan_lowprec.titan.config_types import DEGREES, MODEL, Job, Problem, Rule
+
+
+def attention_options(job: Job) -> Iterator[Problem]:
+    """What ``AttentionSpec`` refuses, in terms of the job file."""
+    from titan_lowprec.titan.specs import attention_spec
+
+    try:
+        attention_spec(job.config)
+    except ValueError as error:
+        section = job.config.attention
+        named = [name for name in vars(section) if name in str(error)]
+        values = {name: getattr(section, name) for name in named}
+        keys = " and ".join(f"attention.{name}" for name in named) or "attention"
+        yield Problem(keys, "describe an attention that exists", values, str(error))
+
+
+def attention_impl(job: Job) -> Iterator[Problem]:
+    """Kernels that a named implementation does not have."""
+    section = job.config.attention
+    if section.impl != "triton":
+        return
+    remedy = "set attention.impl to auto or reference"
+    if job.device_type != "cuda":
+        yield Problem(
+            "attention.impl", f"be auto or reference on {job.device_type}", "triton", remedy
+        )
+    if section.recipe == "nvfp4_full":
+        needs = "not be triton with attention.recipe=nvfp4_full, which has a reference only"
+        yield Problem("attention.impl", needs, "triton", remedy)
+    if section.dq_accum == "fp16_boost":
+        needs = "not be triton with attention.dq_accum=fp16_boost, which has a reference only"
+        yield Problem("attention.impl", needs, "triton", remedy)
+
+
+def head_dim(job: Job) -> Iterator[Problem]:
+    """Head dimensions that the formats can hold."""
+    size = job.model_args.head_dim
+    if size % 16 != 0:
+        yield Problem(
+            "model.flavor",
+            f"have a head dimension that is a multiple of 16, {job.config.model.flavor} has {size}",
+            job.config.model.flavor,
+            "choose another flavor",
+        )
+    section = job.config.attention
+    if section.rotate and section.recipe != "bf16" and size & (size - 1):
+        yield Problem(
+            "attention.rotate",
+            f"be false for a head dimension of {size}: a Hadamard rotation needs a power of two",
+            True,
+            "set attention.rotate = false or choose another model.flavor",
+        )
+
+
+def high_precision_layers(job: Job) -> Iterator[Problem]:
+    """Layer numbers of the model."""
+    layers = job.model_args.n_layers
+    listed = job.config.attention.high_precision_layers
+    for layer in listed:
+        if layer and not (layer.isascii() and layer.isdigit() and int(layer) < layers):
+            yield Problem(
+                "attention.high_precision_layers",
+                f"name layers 0 to {layers - 1} of {job.config.model.flavor}",
+                layer,
+                'list numbers in quotes, for example ["0"]',
+            )
+    if len(set(listed)) != len(listed):
+        yield Problem(
+            "attention.high_precision_layers", "name a layer once", listed, "remove the repetition"
+        )
+
+
+def tied_embeddings(job: Job) -> Iterator[Problem]:
+    """Sharing a parameter between embedding and head."""
+    if job.config.model.tie_embeddings:
+        yield Problem(
+            "model.tie_embeddings",
+            "be false: FSDP2 of torch 2.12 and later cannot shard a parameter of two modules",
+            True,
+            "set it to false; tied Hugging Face weights load, and the head starts as a copy",
+        )
+
+
+def refused_parallelism(job: Job) -> Iterator[Problem]:
+    """Ways to spread the model that packed attention does not know."""
+    reasons = {
+        "pipeline_parallel_degree": "be 1: TorchTitan does not pass the packed rows' metadata "
+        "(cu_seqlens, positions) to later pipeline stages",
+        "context_parallel_degree": "be 1: packed attention has no keys of other ranks",
+        "expert_parallel_degree": "be 1: the model has no experts",
+        "expert_tensor_parallel_degree": "be 1: the model has no experts",
+    }
+    for name, needs in reasons.items():
+        value = getattr(job.config.parallelism, name)
+        if value > 1:
+            remedy = "use data_parallel_shard_degree or tensor_parallel_degree instead"
+            yield Problem(f"parallelism.{name}", needs, value, remedy)
+
+
+def world_size(job: Job) -> Iterator[Problem]:
+    """The product of all degrees."""
+    section = job.config.parallelism
+    fixed = section.data_parallel_replicate_degree * section.tensor_parallel_degree
+    fixed *= section.pipeline_parallel_degree * section.context_parallel_degree
+    shard = section.data_parallel_shard_degree
+    if shard == -1 and job.world_size % fixed == 0:
+        return
+    product = fixed if shard == -1 else fixed * shard
+    if product != job.world_size:
+        word = "divide" if shard == -1 else "have a product equal to"
+        yield Problem(
+            "parallelism.*_degree",
+            f"{word} the number of processes, {job.world_size}",
+            product,
+            f"start {product} processes, or set parallelism.data_parallel_shard_degree = -1 and "
+            "degrees that divide it",
+        )
+
+
+def tensor_parallel(job: Job) -> Iterator[Problem]:
+    """What tensor parallelism splits."""
+    degree = job.config.parallelism.tensor_parallel_degree
+    sizes = {
+        "n_heads": job.model_args.n_heads,
+        "n_kv_heads": job.model_args.n_kv_heads or job.model_args.n_heads,
+        "training.seq_len": job.config.training.seq_len,
+    }
+    for name, size in sizes.items():
+        if size % degree:
+            yield Problem(
+                "parallelism.tensor_parallel_degree",
+                f"divide {name}={size}",
+                degree,
+                f"use one of {[d for d in range(1, degree) if size % d == 0]}",
+            )
+
+
+def chunked_loss(job: Job) -> Iterator[Problem]:
+    """A head that is spread over ranks."""
+    section = job.config.parallelism
+    for name in ("tensor_parallel_degree", "pipeline_parallel_degree"):
+        degree = getattr(section, name)
+        if job.config.loss.impl == "linear_chunked" and degree > 1:
+            yield Problem(
+                "loss.impl",
+                f"not be linear_chunked with parallelism.{name}={degree}: "
+                "the chunked op needs the whole head on each rank",
+                "linear_chunked",
+                "set loss.impl = logits_fp32",
+            )
+
+
+def logits_only_options(job: Job) -> Iterator[Problem]:
+    """Options that the bf16 ablation does not have."""
+    section = job.config.loss
+    for name in ("z_loss", "softcap"):
+        value = getattr(section, name)
+        if section.impl == "logits_bf16" and value:
+            yield Problem(
+                f"loss.{name}",
+                "be 0 with loss.impl=logits_bf16, which is plain cross-entropy",
+                value,
+                "set it to 0 or loss.impl to logits_fp32",
+            )
+
+
+def converters(job: Job) -> Iterator[Problem]:
+    """Names that TorchTitan would look up with a bare KeyError."""
+    from torchtitan.protocols.model_converter import _registry_model_converter_cls as known
+
+    for name in job.config.model.converters:
+        if name and name not in known:
+            yield Problem(
+                "model.converters",
+                f"name registered converters, {sorted(known)}",
+                name,
+                "correct the name, or import its module in experimental.custom_import",
+            )
+
+
+MODEL_RULES = (
+    Rule(("attention",), attention_options),
+    Rule(("attention.impl", "attention.recipe", "attention.dq_accum"), attention_impl),
+    Rule((*MODEL, "attention.rotate", "attention.recipe"), head_dim),
+    Rule((*MODEL, "attention.high_precision_layers"), high_precision_layers),
+    Rule(("model.tie_embeddings",), tied_embeddings),
+    Rule(DEGREES, refused_parallelism),
+    Rule(DEGREES, world_size),
+    Rule((*MODEL, "training.seq_len", *DEGREES), tensor_parallel),
+    Rule(("loss.impl", *DEGREES), chunked_loss),
+    Rule(("loss.impl", "loss.z_loss", "loss.softcap"), logits_only_options),
+    Rule(("model.converters",), converters),
+)
