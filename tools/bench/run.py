@@ -4,8 +4,8 @@
 
 Implementations of a case run interleaved: every round times each of them once, and the median
 over rounds is reported, so a drifting clock reaches all of them alike. A row whose error is above
-its tolerance is recorded with ``correct: false`` and without a time. `bench_registry.py` says what an
-op's module provides.
+its tolerance is recorded with ``correct: false`` and without a time. `bench_registry.py` says what
+an op's module provides.
 """
 
 import argparse

@@ -1,18 +1,24 @@
 """Cross-entropy whose reductions are fp32, from logits or from the hidden state and the head."""
 
+from typing import Any
+
 import torch
 
 from titan_lowprec.ops.cross_entropy.common import (
+    Formed,
     HeadSpec,
     Impl,
     accumulation_dtype,
     check_labels,
+    check_operands,
     check_options,
     label_poison,
+    splits,
 )
+from titan_lowprec.ops.cross_entropy.reference import form_reference, scale_reference
 from titan_lowprec.shapes import Float, Float32, Float64, Int64, Tensor
 
-__all__ = ["HeadSpec", "Impl", "cross_entropy"]
+__all__ = ["SAVE_OPS", "HeadSpec", "Impl", "cross_entropy", "linear_cross_entropy"]
 
 Sum = Float32[Tensor, ""] | Float64[Tensor, ""]
 PerRow = Float32[Tensor, " N"] | Float64[Tensor, " N"]
@@ -65,3 +71,200 @@ def cross_entropy(
     loss_N = loss_N * label_poison(labels_N, vocabulary=V, ignore_index=ignore_index)
     per_token_N = torch.where(labels_N == ignore_index, 0.0, loss_N)
     return per_token_N.sum(), per_token_N, lse_N
+
+
+def linear_cross_entropy(
+    hidden_NE: Float[Tensor, "N E"],
+    weight_VE: Float[Tensor, "V E"],
+    labels_N: Int64[Tensor, " N"],
+    *,
+    ignore_index: int,
+    chunk_rows: int,
+    z_loss: float,
+    softcap: float | None,
+    token_weight_N: Float32[Tensor, " N"] | None,
+    impl: Impl,
+) -> tuple[Sum, PerRow, PerRow]:
+    """Sum the cross-entropy of ``hidden @ weight.T`` without keeping the logits.
+
+    Gradients are formed in the forward pass, ``chunk_rows`` rows at a time; the backward pass
+    multiplies them by the incoming gradient. Only the sum is differentiable: weight rows through
+    ``token_weight_N``, not through the per-token loss, which is returned detached.
+
+    Args:
+        hidden_NE: Output of the last norm.
+        weight_VE: The head, of the same dtype; frozen if it does not require a gradient.
+        labels_N: int64 in ``[0, V)``, or ``ignore_index``.
+        ignore_index: Label of a row without a loss.
+        chunk_rows: Rows whose logits exist at once.
+        z_loss: Weight of ``lse ** 2`` in a row's loss.
+        softcap: Logits become ``softcap * tanh(logits / softcap)``; ``None`` leaves them.
+        token_weight_N: Factor of each row's loss, fp32, or ``None`` for 1; a constant.
+        impl: ``"reference"`` runs anywhere; ``"triton"`` needs bf16 on a Hopper GPU.
+
+    Returns:
+        Loss sum (differentiable), loss per row with its weight (0 where ignored), natural-log
+        LSE per row of the soft-capped logits.
+
+    Raises:
+        ValueError: An option, shape or dtype does not fit, or (on a CPU) a label is out of
+            range. On a GPU that row's loss, the sum and the gradients become NaN.
+        TypeError: Labels are not int64.
+
+    Numerics:
+        fp32 logits from exact products, fp32 LSE, loss and dW sum; each gradient is rounded
+        once, after the incoming gradient has been multiplied in.
+
+    Source:
+        `reference.py` is the specification; README.md says what the kernels add to it.
+    """
+    spec = HeadSpec(ignore_index, chunk_rows, z_loss, softcap, impl)
+    check_operands(hidden_NE, weight_VE, labels_N, token_weight_N)
+    check_labels(labels_N, vocabulary=weight_VE.shape[0], ignore_index=ignore_index)
+    grad = torch.is_grad_enabled()
+    loss_sum, per_token_N, lse_N, _, _, _ = torch.ops.titan_lowprec.linear_cross_entropy_forward(
+        hidden_NE,
+        weight_VE,
+        labels_N,
+        token_weight_N,
+        spec.ignore_index,
+        spec.chunk_rows,
+        spec.z_loss,
+        spec.softcap,
+        spec.impl,
+        grad and hidden_NE.requires_grad,
+        grad and weight_VE.requires_grad,
+    )
+    return loss_sum, per_token_N.detach(), lse_N.detach()
+
+
+_FORWARD_SCHEMA = (
+    "(Tensor hidden, Tensor weight, Tensor labels, Tensor? token_weight, SymInt ignore_index, "
+    "SymInt chunk_rows, float z_loss, float? softcap, str impl, bool need_hidden, "
+    "bool need_weight) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_BACKWARD_SCHEMA = (
+    "(Tensor grad_loss, Tensor grad_hidden, Tensor grad_weight_high, Tensor grad_weight_low, "
+    "ScalarType dtype, str impl) -> (Tensor, Tensor)"
+)
+
+
+@torch.library.custom_op(
+    "titan_lowprec::linear_cross_entropy_forward", mutates_args=(), schema=_FORWARD_SCHEMA
+)
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weight: Tensor | None,
+    ignore_index: int,
+    chunk_rows: int,
+    z_loss: float,
+    softcap: float | None,
+    impl: Impl,
+    need_hidden: bool,
+    need_weight: bool,
+) -> tuple[Tensor, ...]:
+    spec = HeadSpec(ignore_index, chunk_rows, z_loss, softcap, impl)
+    check_labels(labels, vocabulary=weight.shape[0], ignore_index=ignore_index)
+    form = form_reference
+    if impl == "triton":
+        from titan_lowprec.ops.cross_entropy.kernel import form_triton
+
+        form = form_triton
+    formed = form(
+        hidden,
+        weight,
+        labels,
+        token_weight,
+        spec=spec,
+        need_hidden=need_hidden,
+        need_weight=need_weight,
+    )
+    return formed.tensors()
+
+
+@_forward.register_fake
+def _forward_fake(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weight: Tensor | None,
+    ignore_index: int,
+    chunk_rows: int,
+    z_loss: float,
+    softcap: float | None,
+    impl: Impl,
+    need_hidden: bool,
+    need_weight: bool,
+) -> tuple[Tensor, ...]:
+    (N, E), V = hidden.shape, weight.shape[0]
+    rows, split = V if need_weight else 0, splits(weight.dtype)
+    dtype = accumulation_dtype(hidden.dtype)
+    return Formed(
+        loss_sum=hidden.new_empty((), dtype=dtype),
+        per_token_N=hidden.new_empty((N,), dtype=dtype),
+        lse_N=hidden.new_empty((N,), dtype=dtype),
+        grad_hidden_NE=hidden.new_empty((N if need_hidden else 0, E), dtype=dtype),
+        grad_weight_high_VE=weight.new_empty((rows, E), dtype=torch.int16 if split else dtype),
+        grad_weight_low_VE=weight.new_empty((rows if split else 0, E), dtype=torch.int16),
+    ).tensors()
+
+
+@torch.library.custom_op(
+    "titan_lowprec::linear_cross_entropy_backward", mutates_args=(), schema=_BACKWARD_SCHEMA
+)
+def _backward(
+    grad_loss: Tensor,
+    grad_hidden: Tensor,
+    grad_weight_high: Tensor,
+    grad_weight_low: Tensor,
+    dtype: torch.dtype,
+    impl: Impl,
+) -> tuple[Tensor, Tensor]:
+    scale = scale_reference
+    if impl == "triton":
+        from titan_lowprec.ops.cross_entropy.kernel import scale_triton
+
+        scale = scale_triton
+    return scale(grad_loss, grad_hidden, grad_weight_high, grad_weight_low, dtype)
+
+
+@_backward.register_fake
+def _backward_fake(
+    grad_loss: Tensor,
+    grad_hidden: Tensor,
+    grad_weight_high: Tensor,
+    grad_weight_low: Tensor,
+    dtype: torch.dtype,
+    impl: Impl,
+) -> tuple[Tensor, Tensor]:
+    return (
+        grad_hidden.new_empty(grad_hidden.shape, dtype=dtype),
+        grad_weight_high.new_empty(grad_weight_high.shape, dtype=dtype),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    # Zero gradients of the unused outputs would be as large as the head.
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[3:])
+    ctx.dtype, ctx.impl = inputs[0].dtype, inputs[8]
+
+
+def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+    nothing = (None,) * 9
+    if grad_loss is None:
+        return None, None, *nothing
+    grad_hidden, grad_weight = torch.ops.titan_lowprec.linear_cross_entropy_backward(
+        grad_loss, *ctx.saved_tensors, ctx.dtype, ctx.impl
+    )
+    need_hidden, need_weight = ctx.needs_input_grad[:2]
+    return grad_hidden if need_hidden else None, grad_weight if need_weight else None, *nothing
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup)
+
+SAVE_OPS = frozenset({torch.ops.titan_lowprec.linear_cross_entropy_forward.default})
+"""Ops whose results an activation-checkpoint policy should keep, never recompute."""

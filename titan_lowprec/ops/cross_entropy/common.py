@@ -71,6 +71,39 @@ def check_labels(labels_N: Int64[Tensor, " N"], *, vocabulary: int, ignore_index
         )
 
 
+def check_operands(
+    hidden_NE: Tensor, weight_VE: Tensor, labels_N: Tensor, token_weight_N: Tensor | None
+) -> None:
+    """Refuse operands of `linear_cross_entropy` whose shapes or dtypes do not fit."""
+    who = "linear_cross_entropy"
+    if hidden_NE.ndim != 2 or weight_VE.ndim != 2 or hidden_NE.shape[1] != weight_VE.shape[1]:
+        raise ValueError(
+            f"{who}: hidden (N, E) and weight (V, E) must share E, got {tuple(hidden_NE.shape)} "
+            f"and {tuple(weight_VE.shape)}; flatten the rows, do not transpose the head"
+        )
+    if hidden_NE.dtype != weight_VE.dtype:
+        raise ValueError(
+            f"{who}: hidden and weight must have one dtype, got {hidden_NE.dtype} and "
+            f"{weight_VE.dtype}; cast one where the call is made"
+        )
+    if labels_N.shape != hidden_NE.shape[:1]:
+        raise ValueError(
+            f"{who}: labels must be ({hidden_NE.shape[0]},), one per row, got "
+            f"{tuple(labels_N.shape)}; flatten them like the rows"
+        )
+    if token_weight_N is None:
+        return
+    if token_weight_N.shape != labels_N.shape or token_weight_N.dtype != torch.float32:
+        raise ValueError(
+            f"{who}: token weights must be fp32 ({labels_N.shape[0]},), got "
+            f"{token_weight_N.dtype} {tuple(token_weight_N.shape)}; convert and flatten them"
+        )
+    if token_weight_N.requires_grad:
+        raise ValueError(
+            f"{who}: token weights are constants, got a tensor that requires a gradient; detach it"
+        )
+
+
 def _out_of_range(
     labels_N: Int64[Tensor, " N"], *, vocabulary: int, ignore_index: int
 ) -> Bool[Tensor, " N"]:
@@ -107,3 +140,60 @@ def join_float32(
     """Inverse of `split_float32`, bit for bit."""
     bits_MK = (high_MK.to(torch.int32) << 16) | (low_MK.to(torch.int32) & 0xFFFF)
     return bits_MK.view(torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """What the forward pass of `linear_cross_entropy` leaves behind, one loss for both passes.
+
+    The gradients are those of the loss sum, not yet rounded: the incoming gradient is multiplied
+    in before the one rounding to the operands' dtype.
+    """
+
+    loss_sum: Float[Tensor, ""]
+    per_token_N: Float[Tensor, " N"]
+    lse_N: Float[Tensor, " N"]
+    grad_hidden_NE: Float[Tensor, "Ng E"]
+    """fp32 (fp64 for fp64); no rows where the hidden state needs no gradient."""
+    grad_weight_high_VE: Int16[Tensor, "Vg E"] | Float[Tensor, "Vg E"]
+    """Upper halves of fp32 values for a 16-bit head, else the values; no rows if frozen."""
+    grad_weight_low_VE: Int16[Tensor, "Vl E"]
+    """Lower halves of the same values; no rows for a head of 32 or 64 bits."""
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The fields in order, as a custom op returns them."""
+        return (
+            self.loss_sum,
+            self.per_token_N,
+            self.lse_N,
+            self.grad_hidden_NE,
+            self.grad_weight_high_VE,
+            self.grad_weight_low_VE,
+        )
+
+
+def splits(weight_dtype: torch.dtype) -> bool:
+    """Whether the gradient of a head of this dtype is kept as two 16-bit halves."""
+    return weight_dtype in (torch.bfloat16, torch.float16)
+
+
+def row_scale(
+    labels_N: Int64[Tensor, " N"],
+    token_weight_N: Float[Tensor, " N"] | None,
+    *,
+    vocabulary: int,
+    ignore_index: int,
+) -> Float[Tensor, " N"]:
+    """What a row's loss is multiplied by: its weight, 0 where ignored, NaN for a bad label."""
+    scale_N = label_poison(labels_N, vocabulary=vocabulary, ignore_index=ignore_index)
+    if token_weight_N is not None:
+        scale_N = scale_N * token_weight_N
+    return scale_N.masked_fill(labels_N == ignore_index, 0.0)
+
+
+def usable_rows(
+    hidden_NE: Float[Tensor, "N E"], scale_N: Float[Tensor, " N"]
+) -> Float[Tensor, "N E"]:
+    """Rows as they are, but with 0 for Inf and NaN in rows whose loss does not count."""
+    finite_NE = hidden_NE.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return torch.where((scale_N != 0)[:, None], hidden_NE, finite_NE)

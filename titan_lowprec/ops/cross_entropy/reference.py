@@ -1,0 +1,103 @@
+"""Linear cross-entropy in PyTorch: any floating dtype, any device; the specification."""
+
+import torch
+
+from titan_lowprec.ops.cross_entropy.common import (
+    Formed,
+    HeadSpec,
+    accumulation_dtype,
+    join_float32,
+    row_scale,
+    split_float32,
+    splits,
+    usable_rows,
+)
+from titan_lowprec.shapes import Float, Int64, Tensor
+
+
+def form_reference(
+    hidden_NE: Float[Tensor, "N E"],
+    weight_VE: Float[Tensor, "V E"],
+    labels_N: Int64[Tensor, " N"],
+    token_weight_N: Float[Tensor, " N"] | None,
+    *,
+    spec: HeadSpec,
+    need_hidden: bool,
+    need_weight: bool,
+) -> Formed:
+    """Losses, and the gradients of their sum, before any rounding to the operands' dtype.
+
+    Numerics:
+        Logits, probabilities and both gradients are fp32 products of exactly converted operands
+        (fp64 for fp64); dW is one fp32 sum over all chunks. With ``margin`` the log-sum-exp of
+        the other columns less the label's logit, the loss is ``log(1 + exp(margin))`` and the
+        label's coefficient ``-sigmoid(margin)``, so a confident row loses no digits.
+
+    Source:
+        Gradients formed in the forward pass: Liger-Kernel (arXiv:2410.10989), which by default
+        adds up dW in the weight's dtype.
+    """
+    dtype = accumulation_dtype(hidden_NE.dtype)
+    weight = weight_VE.to(dtype)
+    (N, E), V = hidden_NE.shape, weight.shape[0]
+    scale_N = row_scale(labels_N, token_weight_N, vocabulary=V, ignore_index=spec.ignore_index)
+    scale_N = scale_N.to(dtype)
+    hidden_NE = usable_rows(hidden_NE, scale_N)
+    per_token_N = weight.new_empty(N)
+    lse_N = weight.new_empty(N)
+    grad_hidden_NE = weight.new_empty((N if need_hidden else 0, E))
+    grad_weight_VE = weight.new_zeros((V if need_weight else 0, E))
+    for start in range(0, N, spec.chunk_rows):
+        rows = slice(start, start + spec.chunk_rows)
+        scale_C = scale_N[rows]
+        x_CE = hidden_NE[rows].to(dtype)
+        loss_C, lse_N[rows], grad_CV = _loss_and_gradient(x_CE @ weight.T, labels_N[rows], spec)
+        per_token_N[rows] = scale_C * loss_C
+        grad_CV.mul_(scale_C[:, None])
+        if need_hidden:
+            grad_hidden_NE[rows] = grad_CV @ weight
+        if need_weight:
+            grad_weight_VE.addmm_(grad_CV.T, x_CE)
+    low = torch.empty((0, E), dtype=torch.int16, device=weight.device)
+    high = grad_weight_VE
+    if splits(weight_VE.dtype):
+        high, low = split_float32(grad_weight_VE)
+    return Formed(per_token_N.sum(), per_token_N, lse_N, grad_hidden_NE, high, low)
+
+
+def _loss_and_gradient(
+    logits_CV: Float[Tensor, "C V"], labels_C: Int64[Tensor, " C"], spec: HeadSpec
+) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"], Float[Tensor, "C V"]]:
+    """Loss, LSE and gradient of the loss in the logits, for every row as if none were ignored."""
+    if spec.softcap is not None:
+        logits_CV = spec.softcap * torch.tanh(logits_CV / spec.softcap)
+    label_C1 = labels_C.clamp(0, logits_CV.shape[1] - 1)[:, None]
+    target_C1 = logits_CV.gather(1, label_C1)
+    others_CV = logits_CV.scatter(1, label_C1, -torch.inf)
+    log_others_C1 = torch.logsumexp(others_CV, dim=1, keepdim=True)
+    margin_C1 = log_others_C1 - target_C1
+    lse_C1 = torch.logaddexp(log_others_C1, target_C1)
+    loss_C1 = torch.logaddexp(margin_C1, torch.zeros_like(margin_C1))
+    loss_C1 = loss_C1 + spec.z_loss * lse_C1.square()
+
+    slope_C1 = 2.0 * spec.z_loss * lse_C1
+    grad_CV = torch.exp(others_CV - lse_C1) * (1.0 + slope_C1)
+    label_gradient_C1 = slope_C1 * torch.sigmoid(-margin_C1) - torch.sigmoid(margin_C1)
+    grad_CV.scatter_(1, label_C1, label_gradient_C1)
+    if spec.softcap is not None:
+        grad_CV *= 1.0 - (logits_CV / spec.softcap).square()
+    return loss_C1[:, 0], lse_C1[:, 0], grad_CV
+
+
+def scale_reference(
+    grad_loss: Float[Tensor, ""],
+    grad_hidden_NE: Float[Tensor, "Ng E"],
+    grad_weight_high_VE: Tensor,
+    grad_weight_low_VE: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Float[Tensor, "Ng E"], Float[Tensor, "Vg E"]]:
+    """Both gradients times the incoming one, rounded once to ``dtype``."""
+    weight_VE = grad_weight_high_VE
+    if splits(dtype):
+        weight_VE = join_float32(grad_weight_high_VE, grad_weight_low_VE)
+    return (grad_hidden_NE * grad_loss).to(dtype), (weight_VE * grad_loss).to(dtype)
