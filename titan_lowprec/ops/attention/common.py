@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from titan_lowprec.ops.attention.spec import AttentionSpec
-from titan_lowprec.shapes import Float, Int32, Tensor
+from titan_lowprec.shapes import Float, Tensor
 
 LOG2_E = math.log2(math.e)
 
@@ -82,39 +82,6 @@ def empty_slot(dtype: torch.dtype, device: torch.device) -> Tensor:
 def score_factor(head_dim: int) -> float:
     """Factor from a product of decoded Q and K to base-2 scores: ``head_dim**-0.5 * log2(e)``."""
     return head_dim**-0.5 * LOG2_E
-
-
-def block_of_token(
-    cu_seqlens_RM: Int32[Tensor, "R M1"], *, total_tokens: int
-) -> Int32[Tensor, " N"]:
-    """Number the token blocks of all rows: 32 tokens of one document, from its first token.
-
-    Args:
-        cu_seqlens_RM: Document offsets within each row.
-        total_tokens: Tokens of all rows together.
-
-    Returns:
-        For every token the number of its block, or -1 past its row's last document. Numbers are
-        below ``total_tokens``; not every number occurs. No device synchronisation.
-
-    Numerics:
-        Integers only.
-
-    Source:
-        arXiv:2611.03344, sections 3.1 and 3.6.
-    """
-    rows, row_tokens = cu_seqlens_RM.shape[0], total_tokens // max(cu_seqlens_RM.shape[0], 1)
-    token_T = torch.arange(row_tokens, dtype=torch.int32, device=cu_seqlens_RM.device)
-    document_RT = torch.searchsorted(
-        cu_seqlens_RM, token_T.expand(rows, row_tokens).contiguous(), right=True
-    )
-    last = cu_seqlens_RM.shape[1] - 1
-    in_document_RT = document_RT <= last
-    start_RT = cu_seqlens_RM.gather(1, (document_RT - 1).clamp(0, last))
-    position_RT = token_T - start_RT
-    row_R1 = torch.arange(rows, dtype=torch.int32, device=cu_seqlens_RM.device)[:, None]
-    block_RT = row_R1 * row_tokens + start_RT + position_RT // 32
-    return torch.where(in_document_RT, block_RT, -1).to(torch.int32).reshape(total_tokens)
 
 
 def check_head_dim(spec: AttentionSpec, head_dim: int) -> None:

@@ -215,6 +215,11 @@ def _check_combination(spec: AttentionSpec) -> None:
             "dv_exponent='fixed' has no reference for the folded exponent of G: "
             "use fold='block_scaled' or dv_exponent='tile'"
         )
+    elif spec.fold == "hopper" and spec.row_sum == "rounded":
+        wrong.append(
+            "row_sum='rounded' would drop a heavy key with a small V, whose folded weight rounds "
+            "to zero: use fold='block_scaled' or row_sum='unrounded'"
+        )
     elif spec.fold == "block_scaled" and spec.gradient_groups == "line":
         wrong.append(
             "fold='block_scaled' uses one set of dS codes for dQ and dK: "
