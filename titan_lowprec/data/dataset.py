@@ -34,11 +34,19 @@ class Cursor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class WindowPlan:
     """A window in memory together with its rows in one epoch."""
 
     store: TokenStore
     index: PackingIndex
+
+
+@dataclass(frozen=True, slots=True)
+class RowReference:
+    """A row that can be read whatever the data set has moved on to."""
+
+    plan: WindowPlan
+    row: int
 
 
 class PackedDataset:
@@ -47,10 +55,10 @@ class PackedDataset:
     def __init__(
         self, spec: DataSpec, tokenizer: TextTokenizer, windows: Windows, *, contents: str
     ) -> None:
-        """Pack the first window, so that statistics are known and no error waits for training.
+        """Pack the first epoch of a cached corpus; a stream is not read before it is asked for.
 
         Raises:
-            ValueError: The rule leaves no document to train on.
+            ValueError: The rule leaves no document of a cached corpus to train on.
         """
         self.spec = spec
         self.tokenizer = tokenizer
@@ -62,18 +70,20 @@ class PackedDataset:
             long_document=spec.long_document,
             min_document_tokens=spec.min_document_tokens,
         )
-        self._plans: OrderedDict[tuple[int, int], _Plan | None] = OrderedDict()
+        self._plans: OrderedDict[tuple[int, int], WindowPlan] = OrderedDict()
+        self._end_window: int | None = None
         self._lock = threading.RLock()
         self._statistics: dict[int, PackingStatistics] = {}
         self.plan = self._plan_hash(contents)
-        if not self.rows_in(Cursor()):
-            raise ValueError(
-                f"PackedDataset: the first documents must hold one of at least "
-                f"min_document_tokens={spec.min_document_tokens} tokens that "
-                f"long_document={spec.long_document!r} keeps, got {self.statistics}; "
-                "check the data, or relax the two"
-            )
-        logger.info("packed (%s): %s", spec.packer, self.statistics.describe())
+        if not spec.streaming and not self.rows_in(Cursor()):
+            raise self._no_documents()
+
+    def _no_documents(self) -> ValueError:
+        return ValueError(
+            f"PackedDataset: at least one document must have min_document_tokens="
+            f"{self.spec.min_document_tokens} tokens and be kept by long_document="
+            f"{self.spec.long_document!r}, got none; check the data, or relax the two"
+        )
 
     def _plan_hash(self, contents: str) -> str:
         """Hash what decides the rows; a saved position means nothing under another hash."""
@@ -121,6 +131,10 @@ class PackedDataset:
     @property
     def statistics(self) -> PackingStatistics:
         """Statistics of the first epoch; for a stream, of the windows seen so far."""
+        if not self._statistics:
+            self.rows_in(Cursor())
+        if not self._statistics:
+            raise self._no_documents()
         first, *others = self._statistics.values()
         for other in others:
             first = first + other
@@ -136,48 +150,75 @@ class PackedDataset:
         plan = self._plan(cursor)
         return None if plan is None else plan.index.rows
 
-    def _plan(self, cursor: Cursor) -> _Plan | None:
+    def _plan(self, cursor: Cursor) -> WindowPlan | None:
         key = (cursor.epoch, cursor.window)
         with self._lock:
-            if key not in self._plans:
-                self._plans[key] = self._make_plan(cursor)
-                # Two: a batch may straddle windows while prefetching threads are still behind.
-                while len(self._plans) > 2:
-                    self._plans.popitem(last=False)
+            if self._end_window is not None and cursor.window >= self._end_window:
+                return None
+            plan = self._plans.get(key) or self._make_plan(cursor)
+            if plan is None:
+                self._end_window = cursor.window
+                return None
+            self._plans[key] = plan
             self._plans.move_to_end(key)
-            return self._plans[key]
+            # Two, so that a validation set survives between rounds next to nothing else.
+            while len(self._plans) > 2:
+                self._plans.popitem(last=False)
+            return plan
 
-    def _make_plan(self, cursor: Cursor) -> _Plan | None:
+    def _make_plan(self, cursor: Cursor) -> WindowPlan | None:
         store = self._windows.store(cursor.window)
         if store is None:
             return None
         order = EpochOrder(self.spec.seed, cursor.epoch, cursor.window)
         index = pack_documents(store.lengths_M, rule=self._rule, order=order)
-        self._statistics.setdefault(cursor.window, index.statistics)
-        return _Plan(store, index)
+        if cursor.window not in self._statistics:
+            self._statistics[cursor.window] = index.statistics
+            what = f"window {cursor.window}" if self.spec.streaming else "epoch"
+            logger.info("packed %s (%s): %s", what, self.spec.packer, index.statistics.describe())
+        return WindowPlan(store, index)
 
-    def take(self, cursor: Cursor, count: int) -> tuple[list[Cursor], Cursor]:
+    def take(self, cursor: Cursor, count: int) -> tuple[list[RowReference], Cursor]:
         """Return the next ``count`` rows from a cursor on, and the cursor after them.
 
         Rows continue into the next epoch with ``repeat``; otherwise fewer come at the end.
+
+        Raises:
+            ValueError: A whole epoch has no row.
         """
-        rows: list[Cursor] = []
+        rows: list[RowReference] = []
+        fruitless_from: Cursor | None = None
         while len(rows) < count:
-            available = self.rows_in(cursor)
-            if available is None:
+            plan = self._plan(cursor)
+            if plan is None:
+                if fruitless_from is not None and fruitless_from.epoch < cursor.epoch:
+                    raise self._no_documents()
+                fruitless_from = fruitless_from or cursor
                 if not self.spec.repeat:
                     break
                 cursor = Cursor(epoch=cursor.epoch + 1)
-            elif cursor.row < available:
-                more = min(count - len(rows), available - cursor.row)
-                rows.extend(replace(cursor, row=cursor.row + step) for step in range(more))
-                cursor = replace(cursor, row=cursor.row + more)
+            elif cursor.row < plan.index.rows:
+                end = min(cursor.row + count - len(rows), plan.index.rows)
+                rows.extend(RowReference(plan, row) for row in range(cursor.row, end))
+                cursor = replace(cursor, row=end)
+                fruitless_from = None
             else:
                 cursor = Cursor(epoch=cursor.epoch, window=cursor.window + 1)
         return rows, cursor
 
+    def read(self, reference: RowReference) -> PackedRow:
+        """Read one row that ``take`` returned."""
+        return assemble_row(
+            reference.plan.store,
+            reference.plan.index,
+            reference.row,
+            row_tokens=self.spec.seq_len,
+            max_documents=self.spec.max_documents,
+            pad_id=self.tokenizer.pad_id,
+        )
+
     def row_at(self, cursor: Cursor) -> PackedRow:
-        """Read one row.
+        """Read the row at a cursor.
 
         Raises:
             IndexError: The window has no such row.
@@ -188,14 +229,7 @@ class PackedDataset:
                 f"PackedDataset: a row must be below {0 if plan is None else plan.index.rows} "
                 f"in window {cursor.window}, got {cursor.row}"
             )
-        return assemble_row(
-            plan.store,
-            plan.index,
-            cursor.row,
-            row_tokens=self.spec.seq_len,
-            max_documents=self.spec.max_documents,
-            pad_id=self.tokenizer.pad_id,
-        )
+        return self.read(RowReference(plan, cursor.row))
 
     def row(self, epoch: int, index: int) -> PackedRow:
         """Read row ``index`` of an epoch of a cached data set (window 0 of a stream)."""
@@ -228,6 +262,17 @@ def build_packed_dataset(spec: DataSpec, *, progress: bool = False) -> PackedDat
         return PackedDataset(spec, tokenizer, windows, contents=source.portable_identity())
     store = open_cache(source, tokenizer, cache_dir=spec.cache_dir, progress=progress)
     return PackedDataset(spec, tokenizer, CachedWindow(store), contents=store.sha256)
+
+
+def check_data(spec: DataSpec) -> None:
+    """Check that a spec's tokenizer, files and column exist, without tokenising anything.
+
+    Raises:
+        FileNotFoundError: A file, a tokenizer or a Hugging Face data set is missing.
+        ValueError: A delimiter or a column is missing.
+    """
+    load_tokenizer(spec.tokenizer_path, add_bos=spec.add_bos, add_eos=spec.add_eos)
+    open_source(spec)
 
 
 def open_source(spec: DataSpec) -> LocalFiles | HubDataset:

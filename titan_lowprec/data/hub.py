@@ -30,16 +30,7 @@ class HubDataset:
             part for part in (spec.hf_name, spec.hf_config, spec.hf_split) if part
         )
         self._request = [spec.hf_name, spec.hf_config, spec.hf_split, spec.hf_revision]
-        self._data = _load(spec, self._name)
-        columns = self._data.column_names
-        if columns is None:
-            first = next(iter(self._data), None)
-            if first is None:
-                raise ValueError(
-                    f"HubDataset: {self._name} must hold at least one document, got none; "
-                    "choose another split"
-                )
-            columns = list(first)
+        self._data, columns = _load(spec, self._name)
         if spec.text_column not in columns:
             raise missing_column(self._name, spec.text_column, columns)
         self._data = self._data.select_columns([spec.text_column])
@@ -69,17 +60,19 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def _load(spec: DataSpec, name: str) -> Any:
-    """Call ``load_dataset`` and say what to do when it fails."""
+def _load(spec: DataSpec, name: str) -> tuple[Any, list[str]]:
+    """Return the split and its columns, or say what to do when there is none."""
     command = f"hf download --repo-type dataset {spec.hf_name}"
     try:
-        return datasets.load_dataset(
+        data = datasets.load_dataset(
             spec.hf_name,
             name=spec.hf_config or None,
             split=spec.hf_split,
             revision=spec.hf_revision or None,
             streaming=spec.streaming,
         )
+        # A stream may not know its columns before its first record.
+        columns = data.column_names or list(next(iter(data), {}))
     except OSError as error:
         raise FileNotFoundError(
             f"HubDataset: {name} must be a local folder, cached, or reachable, and is not "
@@ -91,3 +84,8 @@ def _load(spec: DataSpec, name: str) -> Any:
             f"HubDataset: {name} must name a configuration and a split that exist, got: {error}; "
             "set hf_config and hf_split"
         ) from error
+    if not columns:
+        raise ValueError(
+            f"HubDataset: {name} must hold at least one document, got none; choose another split"
+        )
+    return data, list(columns)

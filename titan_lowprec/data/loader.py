@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from titan_lowprec.data.dataset import Cursor, PackedDataset
+from titan_lowprec.data.dataset import Cursor, PackedDataset, RowReference
 from titan_lowprec.data.rows import PackedRow
 from titan_lowprec.formats.token_blocks import check_cu_seqlens
 from titan_lowprec.shapes import Tensor
@@ -88,7 +88,6 @@ class PackedLoader:
         self._pin_memory = pin_memory
         self._prefetch = prefetch
         self._pool = ThreadPoolExecutor(num_workers, "loader") if num_workers else None
-        self._lock = threading.Lock()
         self._restart(Cursor())
 
     def _restart(self, cursor: Cursor) -> None:
@@ -119,16 +118,16 @@ class PackedLoader:
         self._handed_out = after
         return batch
 
-    def _claim(self, cursor: Cursor) -> tuple[list[Cursor], Cursor]:
+    def _claim(self, cursor: Cursor) -> tuple[list[RowReference], Cursor]:
         return self.dataset.take(cursor, self.batch_rows * self.world_size)
 
-    def _assemble(self, rows: list[Cursor]) -> Batch | None:
+    def _assemble(self, rows: list[RowReference]) -> Batch | None:
         """Read this rank's share of a step, or return None for a step that is not full."""
         if len(rows) < self.batch_rows * self.world_size:
             return None
         first = self.rank * self.batch_rows
         mine = rows[first : first + self.batch_rows]
-        inputs, labels = collate_rows([self.dataset.row_at(cursor) for cursor in mine])
+        inputs, labels = collate_rows([self.dataset.read(row) for row in mine])
         if self._pin_memory:
             inputs = {name: tensor.pin_memory() for name, tensor in inputs.items()}
             labels = labels.pin_memory()
@@ -195,7 +194,7 @@ class _Flight:
 
     def next(
         self, pool: ThreadPoolExecutor, prefetch: int
-    ) -> tuple[list[Cursor], Cursor, Batch | None]:
+    ) -> tuple[list[RowReference], Cursor, Batch | None]:
         """Wait for the oldest batch, after asking for as many as are to be ready."""
         while len(self._ready) <= prefetch:
             slot: Future[Any] = Future()

@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -159,6 +159,22 @@ def _build(
     part = folder.with_name(f"{folder.name}.part{os.getpid()}")
     part.mkdir()
     logger.info("tokenising %s into %s", source.describe(), folder)
+    try:
+        manifest = _write_tokens(part, source, tokenizer, progress=progress)
+        with (part / MANIFEST).open("w", encoding="utf-8") as stream:
+            json.dump({"identity": identity, **manifest}, stream, indent=2)
+            _to_disk(stream)
+        part.rename(folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    logger.info("tokenised %d documents, %d tokens", manifest["documents"], manifest["tokens"])
+
+
+def _write_tokens(
+    part: Path, source: DocumentSource, tokenizer: TextTokenizer, *, progress: bool
+) -> dict[str, Any]:
+    """Write ids and offsets; return what the manifest says of them."""
     contents = hashlib.sha256()
     lengths = array("q")
     with (
@@ -166,40 +182,27 @@ def _build(
         tqdm(unit="char", unit_scale=True, desc="tokenise", disable=not progress or None) as bar,
     ):
         for ids_N, batch_lengths, characters in tokenize_documents(source.documents(0), tokenizer):
-            contents.update(ids_N)
-            stream.write(ids_N)
+            contents.update(ids_N.data)
+            stream.write(ids_N.data)
             lengths.extend(batch_lengths)
             bar.update(characters)
         _to_disk(stream)
     if not lengths:
-        shutil.rmtree(part)
         raise ValueError(
             f"open_cache: {source.describe()} must hold at least one document, got none; "
             "check the paths, or the split"
         )
     offset_M1 = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
-    contents.update(offset_M1)
+    contents.update(offset_M1.data)
     with (part / OFFSETS).open("wb") as stream:
-        stream.write(offset_M1)
+        stream.write(offset_M1.data)
         _to_disk(stream)
-    _write_manifest(part / MANIFEST, identity, offset_M1, contents.hexdigest())
-    part.rename(folder)
-    logger.info("tokenised %d documents, %d tokens", len(lengths), int(offset_M1[-1]))
-
-
-def _write_manifest(
-    file: Path, identity: dict[str, Any], offset_M1: Sequence[int] | np.ndarray, sha256: str
-) -> None:
-    manifest = {
-        "identity": identity,
-        "documents": len(offset_M1) - 1,
+    return {
+        "documents": len(lengths),
         "tokens": int(offset_M1[-1]),
         "dtype": "int32",
-        "sha256": sha256,
+        "sha256": contents.hexdigest(),
     }
-    with file.open("w", encoding="utf-8") as stream:
-        json.dump(manifest, stream, indent=2)
-        _to_disk(stream)
 
 
 def _to_disk(stream: Any) -> None:
