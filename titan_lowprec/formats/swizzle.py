@@ -63,5 +63,7 @@ def unswizzle_128x4(
     tiles = swizzled.view(
         row_tiles, column_tiles, _TILE_LANES, _TILE_ROWS // _TILE_LANES, _TILE_COLUMNS
     )
-    table = tiles.permute(0, 3, 2, 1, 4).reshape(row_tiles * _TILE_ROWS, -1)
+    table = tiles.permute(0, 3, 2, 1, 4).reshape(
+        row_tiles * _TILE_ROWS, column_tiles * _TILE_COLUMNS
+    )
     return table[:rows, :columns].contiguous()

@@ -67,8 +67,8 @@ def quantize_mxfp8(x_MK: Float[Tensor, "*M K"], *, group: int, scale_mode: Scale
     Args:
         x_MK: bf16 or fp32 values.
         group: Neighbours that share a scale; divides ``K``. OCP MX fixes 32.
-        scale_mode: ``"rceil"`` never saturates the group maximum; ``"floor"`` is the OCP rule
-            and clips maxima between 448 and 512, times a power of two; see ``ue8m0_scale``.
+        scale_mode: See ``ue8m0_scale``: ``"rceil"`` never saturates the group maximum,
+            ``"floor"``, the OCP rule, clips maxima of 448 to 512 times a power of two.
 
     Returns:
         Codes ``(..., K)`` and biased scale exponents ``(..., K // group)``.
@@ -93,8 +93,7 @@ def dequantize_mxfp8(quantized: Mxfp8) -> Float32[Tensor, "*M K"]:
     """Give the values of an MXFP8 tensor in fp32.
 
     Numerics:
-        Exact where the value is a normal fp32 number or a representable subnormal; scale byte
-        255 gives NaN.
+        One rounding, and only of subnormal fp32 results; scale byte 255 gives NaN.
 
     Source:
         OCP Microscaling v1.0, section 6.2.
@@ -114,8 +113,7 @@ def quantize_mxfp4(x_MK: Float[Tensor, "*M K"], *, group: int, scale_mode: Scale
         Codes ``(..., K)``, one a byte (``pack_e2m1fn`` halves them), and biased scale exponents.
 
     Raises:
-        TypeError: ``x_MK`` is neither bf16 nor fp32.
-        ValueError: ``K`` is not a multiple of ``group``, or ``scale_mode`` is unknown.
+        ValueError, TypeError: As ``quantize_mxfp8``.
 
     Numerics:
         As ``quantize_mxfp8``.
@@ -146,23 +144,21 @@ def quantize_nvfp4(x_MK: Float[Tensor, "*M K"], *, group: int, outer: OuterScale
         x_MK: bf16 or fp32 values.
         group: Neighbours that share a scale; divides ``K``. NVFP4 fixes 16.
         outer: ``"token"`` first scales each row by the power of two that brings its maximum to
-            2688 or less. ``"none"`` does not, and values beyond 2688 saturate. There is no
-            tensor scale: over a sequence it would depend on later tokens.
+            2688 or less; under ``"none"`` larger values saturate. There is no tensor scale: over
+            a sequence it would depend on later tokens.
 
     Returns:
-        Codes ``(..., K)``, one a byte, e4m3fn scales ``(..., K // group)``, the rows' powers of
-        two, and the number of finite values beyond 2688.
+        Codes, one a byte, scales, the rows' powers of two, and a count of values beyond 2688.
 
     Raises:
         TypeError: ``x_MK`` is neither bf16 nor fp32.
         ValueError: ``K`` is not a multiple of ``group``, or ``outer`` is unknown.
 
     Numerics:
-        The scale is ``amax / 6`` rounded to nearest, at least 2**-9, at most 448; codes are
-        ``x / scale`` rounded to nearest, ties to the even code, saturating at 6. Both quotients
-        are correctly rounded fp32 divisions, which never turn a near tie into a tie here. A group
-        with NaN or infinity gets a NaN scale and zero codes; with ``outer="token"`` its whole row
-        decodes to NaN.
+        The scale is ``amax / 6`` rounded to nearest, in [2**-9, 448]; codes are ``x / scale``
+        rounded to nearest, ties to the even code, saturating at 6. Correctly rounded fp32
+        divisions turn no near tie into a tie here; products with a reciprocal do. A group with
+        NaN or infinity gets a NaN scale and zero codes; an outer scale marks its whole row NaN.
 
     Source:
         NVFP4 as in cuBLAS, "1D Block Scaling"; the outer power of two is ours.
@@ -179,8 +175,7 @@ def dequantize_nvfp4(quantized: Nvfp4) -> Float32[Tensor, "*M K"]:
     """Give the values of an NVFP4 tensor in fp32.
 
     Numerics:
-        ``scale * code`` is exact in fp32 (4 + 2 mantissa bits); the row's power of two then
-        rounds only where the result is subnormal. NaN scales give NaN.
+        As ``dequantize_mxfp8``; ``scale * code`` is exact, and a NaN scale gives NaN.
 
     Source:
         NVFP4 as in cuBLAS, "1D Block Scaling".
@@ -246,8 +241,7 @@ def scale_table(
     Args:
         scale_NH: Bytes per token and head, equal within a block.
         block_N: Block of each token, below ``capacity``; -1 past the last document.
-        capacity: Rows of the table; ``max_blocks`` bounds the blocks of a row without reading
-            device memory.
+        capacity: Rows of the table; ``max_blocks`` bounds them without reading device memory.
 
     Returns:
         Bytes of each block and head; unused rows are 0.
@@ -274,11 +268,9 @@ def quantize_tiles(x_TS: Float[Tensor, "*B T S"], *, tile: int, scale_mode: Scal
         scale_mode: As in ``quantize_mxfp8``.
 
     Returns:
-        Codes ``(..., T, S)`` and biased scale exponents ``(..., T // tile, S // tile)``. The same
-        codes serve products along either axis.
+        Codes, for products along either axis, and one biased scale exponent per tile.
 
     Raises:
-        TypeError: ``x_TS`` is neither bf16 nor fp32.
         ValueError: A size is not a multiple of ``tile``, or ``scale_mode`` is unknown.
 
     Numerics:
