@@ -46,7 +46,11 @@ class TextTokenizer:
         }
 
     def encode(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " T"]]:
-        """Encode whole documents; what looks like a special token in a text is plain text."""
+        """Encode whole documents; what looks like a special token in a text is plain text.
+
+        Unless the model itself (not its added tokens) has the string as an entry: its ids then
+        occur inside documents, and mean nothing there, since boundaries never come from ids.
+        """
         encodings = self.engine.encode_batch_fast(
             [_without_surrogates(text) for text in texts], add_special_tokens=False
         )
