@@ -93,7 +93,8 @@ def dequantize_mxfp8(quantized: Mxfp8) -> Float32[Tensor, "*M K"]:
     """Give the values of an MXFP8 tensor in fp32.
 
     Numerics:
-        One rounding, and only of subnormal fp32 results; scale byte 255 gives NaN.
+        Exact but for subnormal fp32 results and for values rounded up to 2**128, which become
+        infinite; scale byte 255 gives NaN.
 
     Source:
         OCP Microscaling v1.0, section 6.2.
@@ -245,9 +246,6 @@ def scale_table(
 
     Returns:
         Bytes of each block and head; unused rows are 0.
-
-    Raises:
-        ValueError: Sizes do not match.
 
     Numerics:
         Exact.
