@@ -1,0 +1,56 @@
+"""Under FSDP2 the head is gathered once per step, however many chunks there are."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from titan_lowprec.ops.cross_entropy.api import linear_cross_entropy
+
+
+class LossHead(nn.Module):
+    def __init__(self, head):
+        super().__init__()
+        self.weight = nn.Parameter(head.weight.float())
+        self.options = head.options(chunk_rows=8)
+
+    def forward(self, hidden, labels):
+        return linear_cross_entropy(hidden, self.weight, labels, **self.options)[0]
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    if dist.is_initialized():
+        pytest.skip("another test left a process group behind")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    os.environ.setdefault("LOCAL_RANK", "0")
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_head_is_gathered_once_for_forward_and_backward(make_head, one_rank):
+    head = make_head(64, 16, 97)
+    module = LossHead(head)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(module, mesh=one_rank, mp_policy=policy, reshard_after_forward=True)
+    module.set_force_sum_reduction_for_comms(True)
+    hidden = head.hidden.clone().requires_grad_()
+    with CommDebugMode() as comm:
+        (module(hidden, head.labels) / 3).backward()
+    counts = {str(op): count for op, count in comm.get_comm_counts().items()}
+    gathers = sum(count for op, count in counts.items() if "gather" in op)
+    # forward; FSDP itself gathers again before backward because it was asked to reshard
+    assert gathers <= 2, counts
+
+    weight = head.weight.clone().requires_grad_()
+    loss, _, _ = linear_cross_entropy(head.hidden, weight, head.labels, **head.options())
+    (loss / 3).backward()
+    actual = module.weight.grad.full_tensor()
+    torch.testing.assert_close(actual, weight.grad.float(), rtol=1e-2, atol=1e-5)

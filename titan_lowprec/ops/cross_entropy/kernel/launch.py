@@ -1,0 +1,159 @@
+"""Order of the kernels: chunks of rows through three GEMMs, then the label terms."""
+
+import torch
+import triton
+
+from titan_lowprec.ops.cross_entropy.common import Formed, HeadSpec, row_scale, usable_rows
+from titan_lowprec.ops.cross_entropy.kernel.logits import correct, exponentials
+from titan_lowprec.ops.cross_entropy.kernel.rows import (
+    correct_shift,
+    finish_hidden_gradient,
+    statistics,
+)
+from titan_lowprec.ops.cross_entropy.kernel.tiles import LOGITS, WEIGHT, LogitsTile
+from titan_lowprec.ops.cross_entropy.kernel.weight_gradient import (
+    add_label_gradient,
+    add_weight_gradient,
+    round_scaled,
+)
+from titan_lowprec.shapes import Float, Int64, Tensor
+
+
+def form_triton(
+    hidden_NE: Float[Tensor, "N E"],
+    weight_VE: Float[Tensor, "V E"],
+    labels_N: Int64[Tensor, " N"],
+    token_weight_N: Float[Tensor, " N"] | None,
+    *,
+    spec: HeadSpec,
+    need_hidden: bool,
+    need_weight: bool,
+) -> Formed:
+    """Losses and unrounded gradients, as `form_reference`; bf16 on a Hopper GPU.
+
+    Numerics:
+        Logits stay in fp32 accumulators; sums, LSE, loss and the label's column are fp32. The
+        other columns' probabilities reach the gradient GEMMs as ``bf16(exp(logit - shift))``
+        times a row factor: exact fp32 for dX, inside ``bf16(factor * x)`` for dW. dW of all
+        chunks is one fp32 sum.
+    """
+    _check(hidden_NE, weight_VE)
+    (N, E), V = hidden_NE.shape, weight_VE.shape[0]
+    scale_N = row_scale(labels_N, token_weight_N, vocabulary=V, ignore_index=spec.ignore_index)
+    x_NE = usable_rows(hidden_NE, scale_N).contiguous()
+    label_N = labels_N.clamp(0, V - 1).to(torch.int32)
+    store = need_hidden or need_weight
+    lse_N, loss_N, ratio_N, coefficient_N = x_NE.new_empty((4, N), dtype=torch.float32)
+    grad_hidden_NE = x_NE.new_empty((N if need_hidden else 0, E), dtype=torch.float32)
+    high_VE = x_NE.new_empty((V if need_weight else 0, E), dtype=torch.int16)
+    low_VE = torch.empty_like(high_VE)
+    if N == 0:
+        high_VE.zero_()
+        low_VE.zero_()
+        return Formed(loss_N.sum(), loss_N, lse_N, grad_hidden_NE, high_VE, low_VE)
+
+    # Without gradients there is nothing to store, so all rows are one chunk.
+    rows = min(spec.chunk_rows, N) if store else N
+    padded = triton.cdiv(V, 64) * 64
+    p_CV = x_NE.new_empty((rows, padded)) if store else None
+    scaled_CE = x_NE.new_empty((rows, E)) if need_weight else None
+    for start in range(0, N, rows):
+        at = slice(start, min(start + rows, N))
+        C = at.stop - at.start
+        p = None if p_CV is None else p_CV[:C]
+        scaled = None if scaled_CE is None else scaled_CE[:C]
+        results = (lse_N[at], loss_N[at], ratio_N[at], coefficient_N[at], scaled)
+        _softmax_chunk(x_NE[at], weight_VE, label_N[at], scale_N[at], p, results, spec, LOGITS)
+        if need_hidden:
+            assert p is not None
+            _multiply_fp32(p[:, :V], weight_VE, out=grad_hidden_NE[at])
+            finish_hidden_gradient(
+                grad_hidden_NE[at], weight_VE, label_N[at], ratio_N[at], coefficient_N[at]
+            )
+        if need_weight:
+            assert p is not None and scaled is not None
+            add_weight_gradient(p, scaled, high_VE, low_VE, accumulate=start > 0, tile=WEIGHT)
+    if need_weight:
+        key_N = torch.where(scale_N == 0, V, label_N)
+        sorted_N, order_N = torch.sort(key_N, stable=True)
+        add_label_gradient(high_VE, low_VE, x_NE, coefficient_N, order_N, sorted_N)
+    return Formed(loss_N.sum(), loss_N, lse_N, grad_hidden_NE, high_VE, low_VE)
+
+
+def _check(hidden_NE: Tensor, weight_VE: Tensor) -> None:
+    who = "linear_cross_entropy: impl='triton'"
+    if hidden_NE.dtype != torch.bfloat16:
+        raise ValueError(f"{who} requires bf16, got {hidden_NE.dtype}; cast or use 'reference'")
+    if hidden_NE.shape[1] % 8 != 0 or not weight_VE.is_contiguous():
+        raise ValueError(
+            f"{who} requires a contiguous head with E a multiple of 8, got E={weight_VE.shape[1]} "
+            f"and strides {weight_VE.stride()}; pad E or use 'reference'"
+        )
+    if hidden_NE.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(hidden_NE.device)
+        if capability[0] != 9:
+            raise ValueError(
+                f"{who} requires a Hopper GPU, got capability {capability}; use 'reference'"
+            )
+
+
+def _softmax_chunk(
+    x_CE: Tensor,
+    weight_VE: Tensor,
+    label_C: Tensor,
+    scale_C: Tensor,
+    p_CV: Tensor | None,
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    spec: HeadSpec,
+    tile: LogitsTile,
+) -> None:
+    """Exponentials and row statistics of a chunk, repeated where the shift 0 did not do.
+
+    The decision is taken on the device, per tile of rows: no synchronisation, and a CUDA graph
+    holds both ways. A pass without a flagged tile ends at once.
+    """
+    C, V = x_CE.shape[0], weight_VE.shape[0]
+    shift_C = torch.zeros(C, dtype=torch.float32, device=x_CE.device)
+    partial_CG = shift_C.new_empty((C, triton.cdiv(V, tile.columns)))
+    redo_Q = torch.zeros(triton.cdiv(C, tile.rows), dtype=torch.int32, device=x_CE.device)
+    chunk = (x_CE, weight_VE, p_CV, label_C, shift_C, partial_CG)
+    row_inputs = (partial_CG, x_CE, weight_VE, label_C, scale_C, shift_C, redo_Q, results)
+
+    def finish(*, again: bool) -> None:
+        statistics(
+            *row_inputs,
+            z_loss=spec.z_loss,
+            softcap=spec.softcap,
+            tile_rows=tile.rows,
+            again=again,
+        )
+
+    exponentials(*chunk, softcap=spec.softcap, tile=tile)
+    finish(again=False)
+    correct(*chunk, redo_Q, softcap=spec.softcap, tile=tile, maximum=True)
+    correct_shift(partial_CG, shift_C, redo_Q, tile_rows=tile.rows)
+    correct(*chunk, redo_Q, softcap=spec.softcap, tile=tile, maximum=False)
+    finish(again=True)
+
+
+def _multiply_fp32(p_CV: Tensor, weight_VE: Tensor, *, out: Tensor) -> None:
+    """``out = p @ weight`` with an fp32 result of bf16 operands."""
+    if p_CV.device.type == "cpu":  # the interpreter, under test
+        torch.mm(p_CV.float(), weight_VE.float(), out=out)
+    else:
+        torch.mm(p_CV, weight_VE, out_dtype=torch.float32, out=out)
+
+
+def scale_triton(
+    grad_loss: Float[Tensor, ""],
+    grad_hidden_NE: Float[Tensor, "Ng E"],
+    grad_weight_high_VE: Tensor,
+    grad_weight_low_VE: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Float[Tensor, "Ng E"], Float[Tensor, "Vg E"]]:
+    """Both gradients times the incoming one, rounded once to ``dtype``."""
+    hidden_NE = (grad_hidden_NE * grad_loss).to(dtype)
+    weight_VE = torch.empty_like(grad_weight_high_VE, dtype=dtype)
+    if weight_VE.numel() > 0:
+        round_scaled(weight_VE, grad_weight_high_VE, grad_weight_low_VE, grad_loss)
+    return hidden_NE, weight_VE
