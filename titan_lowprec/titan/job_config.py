@@ -38,10 +38,14 @@ class Attention:
     fold: Literal["block_scaled", "hopper"] = "hopper"
     """Where exponents meet the products: inside a block-scaled MMA, or outside of a plain FP8 one."""
 
-    tile_q: int = 128
+    gradient_groups: Literal["tile", "line"] = "line"
+    """Elements of P and dS that share an exponent: 32x32 tiles, or lines of one row by one tile
+    (``fold = "hopper"`` only, what the kernels do)."""
+
+    tile_q: int = 64
     """Query rows per tile of the online softmax. Multiple of 32, at least 32."""
 
-    tile_k: int = 128
+    tile_k: int = 64
     """Key rows per tile of the online softmax. Multiple of 32, at least 32."""
 
     weight_exponent: int = 8
@@ -113,14 +117,20 @@ class Data:
     hf_split: str = "train"
     """``hf``: split to train on."""
 
+    hf_revision: str = ""
+    """``hf``: revision on the Hub; empty for the newest."""
+
     streaming: bool = False
-    """``hf``: read the dataset as a stream instead of tokenising all of it into the cache first."""
+    """Tokenise while training instead of tokenising everything into the cache first."""
+
+    window_documents: int = 8192
+    """``streaming``: documents that are shuffled and packed together. At least 1."""
 
     text_column: str = "text"
     """Column (parquet, Hugging Face) or key (jsonl) that holds a document's text."""
 
-    tokenizer: str = "bundled"
-    """Folder with ``tokenizer.json``; ``bundled`` is the 2,048-entry tokenizer of the package."""
+    tokenizer: str = "bundled:tokenizer"
+    """Folder with ``tokenizer.json``; as written, the 2,048-entry tokenizer of the package."""
 
     packer: Literal["concat", "best_fit"] = "best_fit"
     """How documents fill rows of ``training.seq_len`` tokens."""
@@ -148,9 +158,6 @@ class Data:
 
     cache_dir: str = ""
     """Folder of the token cache; empty means ``{job.dump_folder}/data_cache``."""
-
-    prefetch: int = 2
-    """Batches prepared ahead of the training step. At least 0."""
 
 
 @dataclass

@@ -29,7 +29,7 @@ def build_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:
             labels.flatten(),
             ignore_index=IGNORE_INDEX,
             z_loss=section.z_loss,
-            softcap=section.softcap,
+            softcap=section.softcap or None,
         )
         return loss_sum
 

@@ -11,7 +11,7 @@ from torchtitan.tools.logging import logger
 IDENTITY_FILE = "identity.json"
 NOT_IDENTITY = {
     "attention": {"impl"},
-    "data": {"prefetch", "cache_dir", "validation_paths"},
+    "data": {"cache_dir", "validation_paths"},
     "optimizer": {"implementation"},
 }
 TRAINING_KEYS = ("seq_len", "max_norm", "dtype", "mixed_precision_param", "mixed_precision_reduce")

@@ -1,6 +1,6 @@
 """From the ``[attention]`` section to the op's specification, layer by layer."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torchtitan.config import JobConfig
@@ -8,6 +8,19 @@ from torchtitan.tools.logging import logger
 
 from titan_lowprec.ops.attention.api import Impl, resolve_impl
 from titan_lowprec.ops.attention.spec import AttentionSpec
+
+COMMON_FIELDS = ("tile_q", "tile_k", "row_sum", "output_residual", "deterministic")
+QUANTISED_FIELDS = (
+    "scales",
+    "fold",
+    "gradient_groups",
+    "weight_exponent",
+    "max_lag",
+    "dv_exponent",
+    "dq_accum",
+    "rotate",
+)
+"""Fields of ``[attention]`` that recipe ``bf16`` has no use for."""
 
 
 @dataclass
@@ -40,23 +53,9 @@ def attention_spec(job_config: JobConfig) -> AttentionSpec:
         ValueError: The op cannot do what the section asks for.
     """
     section = job_config.attention
-    return AttentionSpec(
-        recipe=section.recipe,
-        mask="causal",
-        scales=section.scales,
-        fold=section.fold,
-        tile_q=section.tile_q,
-        tile_k=section.tile_k,
-        weight_exponent=section.weight_exponent,
-        max_lag=section.max_lag,
-        row_sum=section.row_sum,
-        dv_exponent=section.dv_exponent,
-        dq_accum=section.dq_accum,
-        rotate=section.rotate and section.recipe != "bf16",
-        output_residual=section.output_residual,
-        centring=False,
-        deterministic=section.deterministic,
-    )
+    spec = getattr(AttentionSpec, section.recipe)(mask="causal")
+    names = COMMON_FIELDS if section.recipe == "bf16" else COMMON_FIELDS + QUANTISED_FIELDS
+    return replace(spec, **{name: getattr(section, name) for name in names})
 
 
 def attention_plan(job_config: JobConfig, *, head_dim: int) -> AttentionPlan:

@@ -226,8 +226,7 @@ class LowprecTrainer:
             load_step = self.checkpointer._find_load_step()
         check_resume(self.job_config, self.identity, load_step=load_step)
         self.checkpointer.load(step=self.job_config.checkpoint.load_step)
-        if self.step:
-            self.metrics_processor.resume_at(self.step)
+        self.metrics_processor.resume_at(self.step)
         logger.info(f"Training starts at step {self.step + 1}")
 
     def _one_step(self, data_iterator: Iterator[Batch]) -> None:

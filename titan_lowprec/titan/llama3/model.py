@@ -78,7 +78,7 @@ class LowprecHead(nn.Linear):
             ignore_index=-100,
             chunk_rows=args.loss_chunk_rows,
             z_loss=args.loss_z_loss,
-            softcap=args.loss_softcap,
+            softcap=args.loss_softcap or None,
             token_weight_N=None,
             impl="triton" if x.is_cuda else "reference",
         )

@@ -1,0 +1,256 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_lowprec import _autoload
+
+_autoload.assume_cpu_without_accelerator()
+
+import titan_lowprec.ops.attention.kernel as attention_kernel  # noqa: E402
+from titan_lowprec.titan import estimate, validate  # noqa: E402
+from titan_lowprec.titan.validate import load_recipe, validate_recipes  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+TINY = str(ROOT / "recipes" / "llama_tiny_mxfp8.toml")
+
+
+def rows(*overrides, world_size=1):
+    return dict(validate.describe_recipe(TINY, list(overrides), world_size=world_size))
+
+
+# ---- the command ------------------------------------------------------------------------------
+
+
+def test_the_command_finds_every_recipe_good_and_touches_no_device():
+    program = (
+        "import sys, torch, titan_lowprec.validate as v;"
+        "status = v.main(sys.argv[1:]);"
+        "assert not torch.cuda.is_initialized();"
+        "assert not torch.distributed.is_initialized();"
+        "sys.exit(status)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, *map(str, RECIPES)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    for recipe in RECIPES:
+        assert f"{recipe}: ok" in result.stdout
+    assert f"{len(RECIPES)} of {len(RECIPES)} recipes are good" in result.stdout
+
+
+def test_one_bad_recipe_does_not_hide_the_others(tmp_path, capsys):
+    wrong = {
+        "syntax": "[job",
+        "key": TINY_TEXT.replace("[loss]", "[loss]\nimpll = 1"),
+        "value": TINY_TEXT.replace("max_documents = 32", "max_documents = 0"),
+        "module": TINY_TEXT.replace("titan_lowprec.titan.register", "titan_lowprec.titan.regester"),
+    }
+    paths = []
+    for name, text in wrong.items():
+        paths.append(tmp_path / f"{name}.toml")
+        paths[-1].write_text(text)
+    status = validate_recipes([*map(str, paths), str(tmp_path / "absent.toml"), TINY])
+    out = capsys.readouterr().out
+    assert status == 1
+    assert out.count(": ERROR") == 5
+    assert "impll" in out
+    assert "data.max_documents: must be at least 1, got 0" in out
+    assert "regester" in out
+    assert "must be a file" in out
+    assert f"{TINY}: ok" in out
+    assert "1 of 6 recipes are good" in out
+
+
+TINY_TEXT = Path(TINY).read_text()
+
+
+def test_overrides_are_checked_too(capsys):
+    assert validate_recipes([TINY, "--training.global_batch_size=20"]) == 1
+    assert "use 16 or 24" in capsys.readouterr().out
+    assert validate_recipes([TINY, "--no.such.key=1"]) == 1
+    assert "command line does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "args", [[], ["--training.steps=3"], [TINY, "--world-size", "x"], [TINY, "--world-size=0"]]
+)
+def test_a_wrong_command_line_has_status_2_and_the_usage(args, capsys):
+    assert validate_recipes(args) == 2
+    assert "usage:" in capsys.readouterr().out
+
+
+def test_a_command_line_is_split_into_recipes_world_size_and_overrides():
+    args = ["a.toml", "b.toml", "--training.steps", "3", "--world-size", "8", "--x.y=1"]
+    assert validate.parse_command(args) == (
+        ["a.toml", "b.toml"],
+        8,
+        ["--training.steps", "3", "--x.y=1"],
+    )
+
+
+# ---- the table --------------------------------------------------------------------------------
+
+
+def test_parameters_are_those_of_a_llama_by_hand():
+    # dim 128, 4 layers, 4 heads and 2 KV heads of 32, FFN 384, vocabulary 2,048
+    E, F, V, L = 128, 384, 2048, 4
+    layer = 2 * E * E + 2 * E * 64 + 3 * E * F + 2 * E
+    total = 2 * V * E + L * layer + E
+    assert rows()["parameters"] == f"{total:,} ({total - V * E:,} without the embedding)"
+
+
+def test_tokens_count_all_ranks_and_accumulation():
+    assert rows(world_size=4)["tokens per step"] == "8,192 (32 rows of 256)"
+    split = rows("--parallelism.tensor_parallel_degree=2", world_size=4)
+    assert split["tokens per step"] == "4,096 (16 rows of 256)"
+    accumulated = rows("--training.global_batch_size=64")
+    assert accumulated["tokens per step"] == "16,384 (64 rows of 256)"
+    assert accumulated["tokens in total"] == "3,276,800 (200 steps)"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ([], "peak 0.003; 20 steps of warm-up, 0 at the peak, 180 of linear decay to 0 of it"),
+        (
+            ["--lr_scheduler.decay_ratio=0.2", "--lr_scheduler.min_lr_factor=0.1"],
+            "peak 0.003; 20 steps of warm-up, 140 at the peak, 40 of linear decay to 0.1 of it",
+        ),
+        (
+            ["--training.steps=10"],
+            "peak 0.003; 10 steps of warm-up, 0 at the peak, 0 of linear decay to 0 of it; "
+            "lr_scheduler.warmup_steps=20 is cut to 10 steps",
+        ),
+    ],
+)
+def test_the_schedule_is_the_one_that_torchtitan_runs(overrides, text):
+    assert rows(*overrides)["learning rate"] == text
+
+
+@pytest.mark.parametrize("overrides", [[], ["--lr_scheduler.decay_ratio=0.2"]])
+def test_the_schedule_agrees_with_torchtitans_learning_rates(overrides):
+    from torchtitan.components.lr_scheduler import build_lr_schedulers
+
+    config = load_recipe(TINY, overrides)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([parameter], lr=1.0)
+    schedulers = build_lr_schedulers([optimizer], config.lr_scheduler, config.training.steps)
+    rates = []
+    for _ in range(config.training.steps):
+        rates.append(schedulers.schedulers[0].get_last_lr()[0])
+        optimizer.step()
+        schedulers.step()
+    words = rows(*overrides)["learning rate"].split()
+    warmup, stable, decay = int(words[2]), int(words[6]), int(words[10])
+    assert warmup + stable + decay == len(rates)
+    assert rates[warmup - 1] == 1.0
+    # the first rate after the plateau, which TorchTitan makes one step longer
+    assert rates[warmup + stable] == 1.0
+    assert rates[warmup + stable + 1] < 1.0
+
+
+def test_data_says_what_files_are_there(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("x" * 500_000)
+    text = rows(f"--data.paths={tmp_path}/*.txt,bundled:train")["data"]
+    assert f"{tmp_path}/*.txt (2 files, 1.0 MB)" in text
+    assert "bundled:train (1 file, " in text
+
+
+def test_a_hub_dataset_is_not_looked_up():
+    overrides = ("--data.source=hf", "--data.hf_name=org/name", "--data.hf_config=small")
+    assert (
+        rows(*overrides)["data"] == "Hugging Face org/name small train: on the hub, not looked up"
+    )
+
+
+def test_validation_is_described_or_off():
+    assert rows()["validation"].startswith("every 50 steps, all batches of bundled:validation (1")
+    assert rows("--validation.no-enable")["validation"] == "off"
+
+
+def test_attention_is_resolved_for_a_cpu_and_for_a_hopper_gpu(monkeypatch):
+    seen = []
+
+    def unsupported_reason(spec, *, head_dim, device):
+        seen.append((spec.recipe, head_dim, device.type, torch.cuda.get_device_capability(device)))
+        return None
+
+    monkeypatch.setattr(attention_kernel, "unsupported_reason", unsupported_reason, raising=False)
+    described = rows("--attention.high_precision_layers=0,3")
+    assert described["attention"] == "mxfp8, bf16 in layers 0, 3; head dimension 32"
+    assert (described["  on CPU"], described["  on sm90"]) == ("reference", "triton")
+    assert seen == [("mxfp8", 32, "cuda", (9, 0))]
+
+
+def test_a_named_implementation_that_a_cpu_lacks_is_shown_as_refused_there(monkeypatch):
+    monkeypatch.setattr(
+        attention_kernel, "unsupported_reason", lambda *_, **__: None, raising=False
+    )
+    described = rows("--attention.impl=triton")
+    assert described["  on CPU"].startswith("refused: ")
+    assert described["  on sm90"] == "triton"
+
+
+# ---- the estimate -----------------------------------------------------------------------------
+
+
+def tiny_estimate(*overrides, world_size=1):
+    return estimate.memory_estimate(load_recipe(TINY, list(overrides)), world_size=world_size)
+
+
+def test_states_are_sharded_over_ranks_but_not_over_replicas():
+    one, four = tiny_estimate(), tiny_estimate(world_size=4)
+    assert one.parameters == 4 * 1_311_872
+    assert one.parameters + one.gradients + one.optimizer == 16 * 1_311_872
+    assert four.parameters == one.parameters // 4
+    assert four.optimizer == one.optimizer // 4
+    assert four.activations == one.activations
+    replicas = tiny_estimate("--parallelism.data_parallel_replicate_degree=2", world_size=4)
+    assert replicas.parameters == one.parameters // 2
+
+
+def test_activations_of_a_layer_by_hand():
+    # 2,048 tokens; a layer keeps 4 E + 4 F + H D in bf16 and one byte of Q, K and V codes
+    E, F, HD, JD, L, tokens = 128, 384, 128, 64, 4, 8 * 256
+    layer = 2 * (4 * E + 4 * F + HD) + (HD + 2 * JD)
+    none = tiny_estimate("--activation_checkpoint.mode=none").activations
+    assert none == tokens * (L * layer + 2 * E)
+    full = tiny_estimate("--activation_checkpoint.mode=full").activations
+    assert full == tokens * (L * 2 * E + layer + 2 * E)
+    bf16 = tiny_estimate("--activation_checkpoint.mode=none", "--attention.recipe=bf16")
+    assert bf16.activations - none == tokens * L * (HD + 2 * JD)
+
+
+def test_checkpointing_modes_are_ordered():
+    def of(mode, option="2"):
+        return tiny_estimate(
+            f"--activation_checkpoint.mode={mode}",
+            f"--activation_checkpoint.selective_ac_option={option}",
+        ).activations
+
+    assert of("full") < of("selective", "op") < of("selective", "4") < of("none") * 1.25
+    assert of("selective", "1") == of("full")
+
+
+def test_a_chunked_loss_holds_chunks_and_a_gradient_of_the_head():
+    chunked = tiny_estimate("--loss.impl=linear_chunked", "--loss.chunk_rows=128").logits
+    assert chunked == 128 * 2048 * 12 + 4 * 2048 * 128
+    assert tiny_estimate().logits == 2048 * 2048 * 12
+    assert tiny_estimate("--loss.impl=logits_bf16").logits == 2048 * 2048 * 6
+
+
+def test_the_total_is_the_sum_of_the_parts_in_the_table():
+    memory = tiny_estimate()
+    parts = memory.parameters + memory.gradients + memory.optimizer
+    assert memory.total == parts + memory.gathered + memory.activations + memory.logits
+    assert f"about {memory.total / 2**30:.2f} GiB, 1 process" in rows()["memory per GPU"]

@@ -1,0 +1,77 @@
+"""Every check of the repository: format, lint, types, import rules and tests.
+
+    python tools/check.py          two minutes: static checks and the fast tests
+    python tools/check.py --all    every CPU test, shape-checked and compiled passes
+    python tools/check.py --fix    format and repair what can be repaired, then check
+    python tools/check.py --gpu    the kernels' tests as well (needs a GPU)
+    python tools/check.py --bench  benchmarks after the tests (needs a GPU)
+"""
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPE_CHECKS = ["--jaxtyping-packages=titan_lowprec,beartype.beartype"]
+
+
+def module(name: str, *args: str) -> list[str]:
+    return [sys.executable, "-m", name, *args]
+
+
+def pytest(marks: str, *args: str) -> list[str]:
+    workers = ["-n", "2"] if importlib.util.find_spec("xdist") else []
+    return module("pytest", "-q", "-m", marks, *workers, *args)
+
+
+def commands(options: argparse.Namespace) -> list[tuple[str, list[str]]]:
+    """The checks in order, by name."""
+    checks = []
+    if options.fix:
+        checks += [
+            ("repair", module("ruff", "check", "--fix", "--quiet", ".")),
+            ("reformat", module("ruff", "format", "--quiet", ".")),
+        ]
+    checks += [
+        ("format", module("ruff", "format", "--check", ".")),
+        ("lint", module("ruff", "check", ".")),
+        ("imports", [str(Path(sys.executable).parent / "lint-imports")]),
+        ("types", module("pyright")),
+    ]
+    slow = "" if options.all else " and not slow"
+    checks.append(("tests", pytest(f"not compile and not gpu{slow}", *SHAPE_CHECKS)))
+    if options.all:
+        checks.append(("compiled tests", pytest("compile and not gpu")))
+    if options.gpu:
+        checks.append(("gpu tests", module("pytest", "-q", "-m", "gpu")))
+    if options.bench:
+        for op in ("attention", "cross_entropy"):
+            bench = [sys.executable, "tools/bench/run.py", "--op", op]
+            checks.append((f"benchmark of {op}", bench))
+    return checks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    for flag in ("all", "fix", "gpu", "bench"):
+        parser.add_argument(f"--{flag}", action="store_true")
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    failed = []
+    for name, command in commands(parser.parse_args()):
+        begin = time.perf_counter()
+        print(f"== {name}: {' '.join(command[1:])}", flush=True)
+        status = subprocess.run(command, cwd=ROOT, env=environment).returncode
+        print(f"== {name}: {'ok' if status == 0 else 'FAILED'} "
+              f"({time.perf_counter() - begin:.1f} s)", flush=True)
+        if status != 0:
+            failed.append(name)
+    print("all checks passed" if not failed else f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
