@@ -61,9 +61,8 @@ def encode_operands(
     spec: AttentionSpec,
 ) -> dict[str, Tensor]:
     """Produce every slot of ``Saved`` that depends on the inputs alone."""
-    none = empty_slot(torch.uint8, q_NHD.device)
-    slots = dict.fromkeys(("q_scale", "k_scale", "v_scale"), none)
-    slots |= dict.fromkeys(("q4_codes", "q4_scale", "k4_codes", "k4_scale"), none)
+    unused = ("q_scale", "k_scale", "v_scale", "q4_codes", "q4_scale", "k4_codes", "k4_scale")
+    slots = {name: empty_slot(torch.uint8, q_NHD.device) for name in unused}
     if spec.recipe == "bf16":
         values = zip("qkv", (q_NHD, k_NJD, v_NJD), strict=True)
         return slots | {f"{name}_codes": x.to(torch.bfloat16) for name, x in values}
@@ -71,7 +70,7 @@ def encode_operands(
         q_NHD, k_NJD = hadamard(q_NHD), hadamard(k_NJD)
     if spec.recipe == "nvfp4_full":
         values = zip("qkv", (q_NHD, k_NJD, v_NJD), strict=True)
-        return slots | {f"{name}_codes": x.to(torch.float32) for name, x in values}
+        return slots | {f"{name}_codes": x.to(torch.float32, copy=True) for name, x in values}
     for name, x in zip("qkv", (q_NHD, k_NJD, v_NJD), strict=True):
         blocks = encode_token_blocks(x, cu_seqlens_RM, spec)
         slots |= {f"{name}_codes": blocks.codes_NHD, f"{name}_scale": blocks.scale_NH}

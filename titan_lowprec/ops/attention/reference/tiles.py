@@ -1,5 +1,6 @@
 """Tiles of packed documents: which tokens form them and in which order pairs are visited."""
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +42,9 @@ class TilePlan:
     """Steps in which each key tile, too, occurs at most once."""
 
 
-def plan_tiles(cu_seqlens_RM: Int32[Tensor, "R M1"], *, total_tokens: int, spec: AttentionSpec):
+def plan_tiles(
+    cu_seqlens_RM: Int32[Tensor, "R M1"], *, total_tokens: int, spec: AttentionSpec
+) -> TilePlan:
     """Lay the documents of all rows out in tiles; reads the offsets on the host."""
     row_tokens = total_tokens // max(cu_seqlens_RM.shape[0], 1)
     offsets = cu_seqlens_RM.cpu()
@@ -49,7 +52,7 @@ def plan_tiles(cu_seqlens_RM: Int32[Tensor, "R M1"], *, total_tokens: int, spec:
     documents = tuple(
         (row * row_tokens + start, end - start)
         for row, line in enumerate(offsets.tolist())
-        for start, end in zip(line[:-1], line[1:], strict=True)
+        for start, end in itertools.pairwise(line)
         if end > start
     )
     by_key: dict[int, list[tuple[int, int]]] = {}
