@@ -76,7 +76,13 @@ class PackedDataset:
         self._statistics: dict[int, PackingStatistics] = {}
         self.plan = self._plan_hash(contents)
         if not spec.streaming and not self.rows_in(Cursor()):
+            # A stream finds out when its first epoch ends.
             raise self._no_documents()
+
+    def _is_empty(self) -> bool:
+        """Whether all windows have been seen and none had a row."""
+        seen = self._statistics
+        return len(seen) == self._end_window and not any(each.rows for each in seen.values())
 
     def _no_documents(self) -> ValueError:
         return ValueError(
@@ -187,13 +193,11 @@ class PackedDataset:
             ValueError: A whole epoch has no row.
         """
         rows: list[RowReference] = []
-        fruitless_from: Cursor | None = None
         while len(rows) < count:
             plan = self._plan(cursor)
             if plan is None:
-                if fruitless_from is not None and fruitless_from.epoch < cursor.epoch:
+                if self._is_empty():
                     raise self._no_documents()
-                fruitless_from = fruitless_from or cursor
                 if not self.spec.repeat:
                     break
                 cursor = Cursor(epoch=cursor.epoch + 1)
@@ -201,7 +205,6 @@ class PackedDataset:
                 end = min(cursor.row + count - len(rows), plan.index.rows)
                 rows.extend(RowReference(plan, row) for row in range(cursor.row, end))
                 cursor = replace(cursor, row=end)
-                fruitless_from = None
             else:
                 cursor = Cursor(epoch=cursor.epoch, window=cursor.window + 1)
         return rows, cursor

@@ -5,8 +5,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import datasets
-
 from titan_lowprec.data.shards import checked_text, missing_column
 from titan_lowprec.data.spec import DataSpec
 
@@ -62,6 +60,8 @@ def _digest(value: object) -> str:
 
 def _load(spec: DataSpec, name: str) -> tuple[Any, list[str]]:
     """Return the split and its columns, or say what to do when there is none."""
+    import datasets  # two seconds, which local files need not wait for
+
     command = f"hf download --repo-type dataset {spec.hf_name}"
     try:
         data = datasets.load_dataset(

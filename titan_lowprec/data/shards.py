@@ -5,8 +5,9 @@ import gzip
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Protocol, cast
+from typing import Protocol, runtime_checkable
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +17,7 @@ from titan_lowprec.data.bundled import resolve_path
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".jsonl.gz", ".json.gz", ".txt.gz")
 
 
+@runtime_checkable
 class DocumentSource(Protocol):
     """Documents in an order that never changes."""
 
@@ -24,7 +26,11 @@ class DocumentSource(Protocol):
         ...
 
     def identity(self) -> str:
-        """Return a text that changes when the documents do."""
+        """Return a text that changes when the documents do; names a cache on this machine."""
+        ...
+
+    def portable_identity(self) -> str:
+        """Return a text that is equal for the same documents on another machine."""
         ...
 
     def documents(self, start: int) -> Iterator[str]:
@@ -133,8 +139,8 @@ def _read(file: Path, text_column: str, start: int) -> Iterator[str | None]:
     return _read_json_lines(file, text_column, start)
 
 
-def _open(file: Path) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(file, "rb")) if file.suffix == ".gz" else file.open("rb")
+def _open(file: Path) -> BufferedReader | gzip.GzipFile:
+    return gzip.GzipFile(file, "rb") if file.suffix == ".gz" else file.open("rb")
 
 
 def _read_text(file: Path, start: int) -> Iterator[str | None]:

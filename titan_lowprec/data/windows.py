@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from titan_lowprec.data.manifest import TokenStore, memory_store
 from titan_lowprec.data.shards import DocumentSource
@@ -14,6 +14,7 @@ from titan_lowprec.data.tokenize import TextTokenizer
 logger = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class Windows(Protocol):
     """Tokenised documents by window; the same in every epoch."""
 
