@@ -48,7 +48,7 @@ class StepRecord:
     fingerprint: str
     """Sum of the batch's row hashes modulo 2^64, 16 hexadecimal digits."""
     data_wait_s: float
-    """Longest wait of the step for the loader."""
+    """Time that rank 0 waited for the loader."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[0-9a-f]{16}", self.fingerprint):
@@ -114,7 +114,7 @@ class LowprecMetricsProcessor(MetricsProcessor):
         """Log one optimizer step. Every rank calls it at every step; rank 0 writes.
 
         Args:
-            record: The step's figures, equal on all ranks.
+            record: The step's figures; rank 0's are written.
         """
         now = time.perf_counter()
         step_time_s = now - self._begun

@@ -55,6 +55,7 @@ class LowprecTrainer:
         self.skipped_in_a_row = 0
         self.valid_tokens_seen = 0
         self.stop_requested = False
+        self.saved_step = -1
         super().__init__(job_config)
         self.maybe_enable_amp = contextlib.nullcontext()  # FSDP2 casts on every mesh
         self.identity = run_identity(job_config, global_batch_size=self._global_batch_size())
@@ -259,10 +260,11 @@ class LowprecTrainer:
 
     def _save(self, *, last_step: bool) -> None:
         # between a skipped step and the next finite one, the last good checkpoint stays the last
-        if self.skipped_in_a_row or self.step == 0:
+        if self.skipped_in_a_row or self.step in (0, self.saved_step):
             return
         if self.checkpointer._should_save(self.step, last_step):
             self.checkpointer.save(self.step, last_step=last_step)
+            self.saved_step = self.step
             if dist.get_rank() == 0:
                 save_identity(self.job_config, self.identity)
 

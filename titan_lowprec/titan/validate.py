@@ -42,7 +42,7 @@ def validate_recipes(args: list[str]) -> int:
     failed = 0
     for recipe in recipes:
         try:
-            rows = describe_recipe(recipe, overrides, world_size=world_size)
+            rows = describe(load_recipe(recipe, overrides), world_size=world_size)
         except (Exception, SystemExit) as error:  # whatever is wrong with it, try the next one
             failed += 1
             print(f"{recipe}: ERROR\n{indent(error_text(error))}\n")
@@ -88,8 +88,8 @@ def load_recipe(recipe: str, overrides: list[str]) -> JobConfig:
     return config
 
 
-def describe_recipe(recipe: str, overrides: list[str], *, world_size: int) -> list[tuple[str, str]]:
-    """Resolve and check one recipe.
+def describe(config: JobConfig, *, world_size: int) -> list[tuple[str, str]]:
+    """Check a configuration and resolve what it leaves open.
 
     Returns:
         Rows of the table, name and text.
@@ -97,7 +97,6 @@ def describe_recipe(recipe: str, overrides: list[str], *, world_size: int) -> li
     Raises:
         ConfigError: The configuration cannot work on CUDA devices.
     """
-    config = load_recipe(recipe, overrides)
     check_config(config, device_type="cuda", world_size=world_size)
     return [
         *size_rows(config, world_size),

@@ -61,8 +61,9 @@ class LowprecValidator(BaseValidator):
         return dist_utils.dist_sum(total.to(device_type), self.parallel_dims.get_mesh("batch"))
 
     def should_validate(self, step: int) -> bool:
-        """After the first step, every ``validation.freq`` steps, and after the last."""
-        return super().should_validate(step) or step == self.job_config.training.steps
+        """Every ``validation.freq`` steps, and after the last."""
+        last = step == self.job_config.training.steps
+        return last or step % self.job_config.validation.freq == 0
 
 
 def build_validator(
