@@ -519,3 +519,17 @@ def test_cpu_monitor_without_proc_reports_the_peak_of_the_process(tmp_path):
     assert stats.max_active_gib == stats.max_reserved_gib > 0.05
     assert 0 < stats.max_reserved_pct < 100
     assert monitor.device_name.startswith("CPU")
+
+
+@pytest.mark.gpu
+def test_cuda_peak_memory_is_that_of_the_allocator_since_the_reset():
+    from titan_lowprec.titan.memory_monitor import build_memory_monitor
+
+    monitor = build_memory_monitor("cuda")
+    block = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    assert monitor.get_peak_stats().max_active_gib >= 1.0
+    del block
+    torch.cuda.empty_cache()
+    monitor.reset_peak_stats()
+    assert monitor.get_peak_stats().max_reserved_gib < 0.5
+    assert monitor.device_name == torch.cuda.get_device_name()

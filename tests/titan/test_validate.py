@@ -1,3 +1,5 @@
+import copy
+import functools
 import os
 import subprocess
 import sys
@@ -19,8 +21,23 @@ RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 TINY = str(ROOT / "recipes" / "llama_tiny_mxfp8.toml")
 
 
-def rows(*overrides, world_size=1):
-    return dict(validate.describe_recipe(TINY, list(overrides), world_size=world_size))
+@functools.cache
+def parsed():
+    return load_recipe(TINY, [])
+
+
+def tiny(**settings):
+    """The tiny recipe with settings changed, ``section__key=value``."""
+    config = copy.deepcopy(parsed())
+    for name, value in settings.items():
+        section, key = name.split("__")
+        assert hasattr(getattr(config, section), key)
+        setattr(getattr(config, section), key, value)
+    return config
+
+
+def rows(world_size=1, **settings):
+    return dict(validate.describe(tiny(**settings), world_size=world_size))
 
 
 # ---- the command ------------------------------------------------------------------------------
@@ -110,37 +127,37 @@ def test_parameters_are_those_of_a_llama_by_hand():
 
 def test_tokens_count_all_ranks_and_accumulation():
     assert rows(world_size=4)["tokens per step"] == "8,192 (32 rows of 256)"
-    split = rows("--parallelism.tensor_parallel_degree=2", world_size=4)
+    split = rows(parallelism__tensor_parallel_degree=2, world_size=4)
     assert split["tokens per step"] == "4,096 (16 rows of 256)"
-    accumulated = rows("--training.global_batch_size=64")
+    accumulated = rows(training__global_batch_size=64)
     assert accumulated["tokens per step"] == "16,384 (64 rows of 256)"
     assert accumulated["tokens in total"] == "3,276,800 (200 steps)"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "text"),
+    ("settings", "text"),
     [
-        ([], "peak 0.003; 20 steps of warm-up, 0 at the peak, 180 of linear decay to 0 of it"),
+        ({}, "peak 0.003; 20 steps of warm-up, 0 at the peak, 180 of linear decay to 0 of it"),
         (
-            ["--lr_scheduler.decay_ratio=0.2", "--lr_scheduler.min_lr_factor=0.1"],
+            {"lr_scheduler__decay_ratio": 0.2, "lr_scheduler__min_lr_factor": 0.1},
             "peak 0.003; 20 steps of warm-up, 140 at the peak, 40 of linear decay to 0.1 of it",
         ),
         (
-            ["--training.steps=10"],
+            {"training__steps": 10},
             "peak 0.003; 10 steps of warm-up, 0 at the peak, 0 of linear decay to 0 of it; "
             "lr_scheduler.warmup_steps=20 is cut to 10 steps",
         ),
     ],
 )
-def test_the_schedule_is_the_one_that_torchtitan_runs(overrides, text):
-    assert rows(*overrides)["learning rate"] == text
+def test_the_schedule_is_the_one_that_torchtitan_runs(settings, text):
+    assert rows(**settings)["learning rate"] == text
 
 
-@pytest.mark.parametrize("overrides", [[], ["--lr_scheduler.decay_ratio=0.2"]])
-def test_the_schedule_agrees_with_torchtitans_learning_rates(overrides):
+@pytest.mark.parametrize("settings", [{}, {"lr_scheduler__decay_ratio": 0.2}])
+def test_the_schedule_agrees_with_torchtitans_learning_rates(settings):
     from torchtitan.components.lr_scheduler import build_lr_schedulers
 
-    config = load_recipe(TINY, overrides)
+    config = tiny(**settings)
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.AdamW([parameter], lr=1.0)
     schedulers = build_lr_schedulers([optimizer], config.lr_scheduler, config.training.steps)
@@ -149,7 +166,7 @@ def test_the_schedule_agrees_with_torchtitans_learning_rates(overrides):
         rates.append(schedulers.schedulers[0].get_last_lr()[0])
         optimizer.step()
         schedulers.step()
-    words = rows(*overrides)["learning rate"].split()
+    words = rows(**settings)["learning rate"].split()
     warmup, stable, decay = int(words[2]), int(words[6]), int(words[10])
     assert warmup + stable + decay == len(rates)
     assert rates[warmup - 1] == 1.0
@@ -161,21 +178,20 @@ def test_the_schedule_agrees_with_torchtitans_learning_rates(overrides):
 def test_data_says_what_files_are_there(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("x" * 500_000)
-    text = rows(f"--data.paths={tmp_path}/*.txt,bundled:train")["data"]
+    text = rows(data__paths=[f"{tmp_path}/*.txt", "bundled:train"])["data"]
     assert f"{tmp_path}/*.txt (2 files, 1.0 MB)" in text
     assert "bundled:train (1 file, " in text
 
 
 def test_a_hub_dataset_is_not_looked_up():
-    overrides = ("--data.source=hf", "--data.hf_name=org/name", "--data.hf_config=small")
-    assert (
-        rows(*overrides)["data"] == "Hugging Face org/name small train: on the hub, not looked up"
-    )
+    settings = {"data__source": "hf", "data__hf_name": "org/name", "data__hf_config": "small"}
+    expected = "Hugging Face org/name small train: on the hub, not looked up"
+    assert rows(**settings)["data"] == expected
 
 
 def test_validation_is_described_or_off():
     assert rows()["validation"].startswith("every 50 steps, all batches of bundled:validation (1")
-    assert rows("--validation.no-enable")["validation"] == "off"
+    assert rows(validation__enable=False)["validation"] == "off"
 
 
 def test_attention_is_resolved_for_a_cpu_and_for_a_hopper_gpu(monkeypatch):
@@ -186,7 +202,7 @@ def test_attention_is_resolved_for_a_cpu_and_for_a_hopper_gpu(monkeypatch):
         return None
 
     monkeypatch.setattr(attention_kernel, "unsupported_reason", unsupported_reason, raising=False)
-    described = rows("--attention.high_precision_layers=0,3")
+    described = rows(attention__high_precision_layers=["0", "3"])
     assert described["attention"] == "mxfp8, bf16 in layers 0, 3; head dimension 32"
     assert (described["  on CPU"], described["  on sm90"]) == ("reference", "triton")
     assert seen == [("mxfp8", 32, "cuda", (9, 0))]
@@ -196,7 +212,7 @@ def test_a_named_implementation_that_a_cpu_lacks_is_shown_as_refused_there(monke
     monkeypatch.setattr(
         attention_kernel, "unsupported_reason", lambda *_, **__: None, raising=False
     )
-    described = rows("--attention.impl=triton")
+    described = rows(attention__impl="triton")
     assert described["  on CPU"].startswith("refused: ")
     assert described["  on sm90"] == "triton"
 
@@ -204,8 +220,8 @@ def test_a_named_implementation_that_a_cpu_lacks_is_shown_as_refused_there(monke
 # ---- the estimate -----------------------------------------------------------------------------
 
 
-def tiny_estimate(*overrides, world_size=1):
-    return estimate.memory_estimate(load_recipe(TINY, list(overrides)), world_size=world_size)
+def tiny_estimate(world_size=1, **settings):
+    return estimate.memory_estimate(tiny(**settings), world_size=world_size)
 
 
 def test_states_are_sharded_over_ranks_but_not_over_replicas():
@@ -215,7 +231,7 @@ def test_states_are_sharded_over_ranks_but_not_over_replicas():
     assert four.parameters == one.parameters // 4
     assert four.optimizer == one.optimizer // 4
     assert four.activations == one.activations
-    replicas = tiny_estimate("--parallelism.data_parallel_replicate_degree=2", world_size=4)
+    replicas = tiny_estimate(parallelism__data_parallel_replicate_degree=2, world_size=4)
     assert replicas.parameters == one.parameters // 2
 
 
@@ -223,19 +239,18 @@ def test_activations_of_a_layer_by_hand():
     # 2,048 tokens; a layer keeps 4 E + 4 F + H D in bf16 and one byte of Q, K and V codes
     E, F, HD, JD, L, tokens = 128, 384, 128, 64, 4, 8 * 256
     layer = 2 * (4 * E + 4 * F + HD) + (HD + 2 * JD)
-    none = tiny_estimate("--activation_checkpoint.mode=none").activations
+    none = tiny_estimate(activation_checkpoint__mode="none").activations
     assert none == tokens * (L * layer + 2 * E)
-    full = tiny_estimate("--activation_checkpoint.mode=full").activations
+    full = tiny_estimate(activation_checkpoint__mode="full").activations
     assert full == tokens * (L * 2 * E + layer + 2 * E)
-    bf16 = tiny_estimate("--activation_checkpoint.mode=none", "--attention.recipe=bf16")
+    bf16 = tiny_estimate(activation_checkpoint__mode="none", attention__recipe="bf16")
     assert bf16.activations - none == tokens * L * (HD + 2 * JD)
 
 
 def test_checkpointing_modes_are_ordered():
     def of(mode, option="2"):
         return tiny_estimate(
-            f"--activation_checkpoint.mode={mode}",
-            f"--activation_checkpoint.selective_ac_option={option}",
+            activation_checkpoint__mode=mode, activation_checkpoint__selective_ac_option=option
         ).activations
 
     assert of("full") < of("selective", "op") < of("selective", "4") < of("none") * 1.25
@@ -243,10 +258,10 @@ def test_checkpointing_modes_are_ordered():
 
 
 def test_a_chunked_loss_holds_chunks_and_a_gradient_of_the_head():
-    chunked = tiny_estimate("--loss.impl=linear_chunked", "--loss.chunk_rows=128").logits
+    chunked = tiny_estimate(loss__impl="linear_chunked", loss__chunk_rows=128).logits
     assert chunked == 128 * 2048 * 12 + 4 * 2048 * 128
     assert tiny_estimate().logits == 2048 * 2048 * 12
-    assert tiny_estimate("--loss.impl=logits_bf16").logits == 2048 * 2048 * 6
+    assert tiny_estimate(loss__impl="logits_bf16").logits == 2048 * 2048 * 6
 
 
 def test_the_total_is_the_sum_of_the_parts_in_the_table():
