@@ -34,7 +34,7 @@ def install() -> None:
 
 
 def runs_module(orig_argv: list[str], module: str) -> bool:
-    """True if the interpreter was started with ``-m module`` (so not inside ``torchrun`` itself)."""
+    """True if the interpreter was started with ``-m module``, so not inside ``torchrun`` itself."""
     takes_value = ("-X", "-W", "--check-hash-based-pycs")
     index = 1
     while index < len(orig_argv):

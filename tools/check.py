@@ -1,10 +1,10 @@
 """Every check of the repository: format, lint, types, import rules and tests.
 
-    python tools/check.py          two minutes: static checks and the fast tests
-    python tools/check.py --all    every CPU test, shape-checked and compiled passes
-    python tools/check.py --fix    format and repair what can be repaired, then check
-    python tools/check.py --gpu    the kernels' tests as well (needs a GPU)
-    python tools/check.py --bench  benchmarks after the tests (needs a GPU)
+python tools/check.py          two minutes: static checks and the fast tests
+python tools/check.py --all    every CPU test, shape-checked and compiled passes
+python tools/check.py --fix    format and repair what can be repaired, then check
+python tools/check.py --gpu    the kernels' tests as well (needs a GPU)
+python tools/check.py --bench  benchmarks after the tests (needs a GPU)
 """
 
 import argparse
@@ -56,7 +56,9 @@ def commands(options: argparse.Namespace) -> list[tuple[str, list[str]]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     for flag in ("all", "fix", "gpu", "bench"):
         parser.add_argument(f"--{flag}", action="store_true")
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -65,8 +67,10 @@ def main() -> int:
         begin = time.perf_counter()
         print(f"== {name}: {' '.join(command[1:])}", flush=True)
         status = subprocess.run(command, cwd=ROOT, env=environment).returncode
-        print(f"== {name}: {'ok' if status == 0 else 'FAILED'} "
-              f"({time.perf_counter() - begin:.1f} s)", flush=True)
+        print(
+            f"== {name}: {'ok' if status == 0 else 'FAILED'} ({time.perf_counter() - begin:.1f} s)",
+            flush=True,
+        )
         if status != 0:
             failed.append(name)
     print("all checks passed" if not failed else f"failed: {', '.join(failed)}")

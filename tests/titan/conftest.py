@@ -32,8 +32,11 @@ class Run:
 
     def metrics(self, kind="train"):
         """Effective records of one kind, in order."""
-        return [record for record in read_metrics(self.folder / "metrics.jsonl")
-                if record["kind"] == kind]
+        return [
+            record
+            for record in read_metrics(self.folder / "metrics.jsonl")
+            if record["kind"] == kind
+        ]
 
     def column(self, name):
         """One figure of every training step."""
@@ -44,11 +47,29 @@ def command(folder, *args, processes=1, module="titan_lowprec.train", recipe=TIN
     """The command line of a small run."""
     launcher = [sys.executable, "-m"]
     if processes > 1 or module == "torchtitan.train":
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node",
-                    str(processes), "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "-m"]
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            str(processes),
+            "--rdzv_backend",
+            "c10d",
+            "--rdzv_endpoint",
+            "localhost:0",
+            "-m",
+        ]
     cache = Path(folder).parent / "cache"
-    return [*launcher, module, "--job.config", str(recipe), *SMALL,
-            f"--job.dump_folder={folder}", f"--data.cache_dir={cache}", *args]
+    return [
+        *launcher,
+        module,
+        "--job.config",
+        str(recipe),
+        *SMALL,
+        f"--job.dump_folder={folder}",
+        f"--data.cache_dir={cache}",
+        *args,
+    ]
 
 
 def environment(**extra):
@@ -64,8 +85,12 @@ def train(tmp_path_factory):
         folder = base / name
         result = subprocess.run(
             command(folder, *args, **options),
-            env=environment(**(env or {})), cwd=ROOT, text=True, timeout=300,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=environment(**(env or {})),
+            cwd=ROOT,
+            text=True,
+            timeout=300,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         return Run(result.returncode, result.stdout, folder)
 

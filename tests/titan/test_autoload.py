@@ -76,7 +76,11 @@ def test_foreign_recipe_is_left_alone(process, tmp_path):
 
 
 def test_plugin_named_on_the_command_line_counts(process):
-    args = ["--job.config", "missing.toml", "--job.custom_config_module=titan_lowprec.titan.register"]
+    args = [
+        "--job.config",
+        "missing.toml",
+        "--job.custom_config_module=titan_lowprec.titan.register",
+    ]
     assert process(RUN, args) == (["--job.config_file", *args[1:]], True)
 
 
@@ -114,8 +118,13 @@ def test_hook_imports_sys_and_os_only():
         "import os, sys; before = set(sys.modules); import titan_lowprec._autoload as hook;"
         "hook.install(); print(sorted(set(sys.modules) - before))"
     )
-    result = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True,
-                            cwd=RECIPES.parent, check=True)
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=RECIPES.parent,
+        check=True,
+    )
     assert result.stdout.strip() == "['titan_lowprec', 'titan_lowprec._autoload']"
 
 

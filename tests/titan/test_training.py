@@ -50,16 +50,21 @@ def assert_equal_states(left, right):
 
 
 def test_literal_command_equals_the_module_without_the_hook_in_every_bit(train, unbroken):
-    literal = train("literal", "--training.steps", "6", "--checkpoint.interval", "2",
-                    module="torchtitan.train")
+    literal = train(
+        "literal", "--training.steps", "6", "--checkpoint.interval", "2", module="torchtitan.train"
+    )
     assert literal.status == 0, literal.output
     for name in ("loss", "grad_norm", "lr", "fingerprint", "tokens_seen"):
         assert literal.column(name) == unbroken.column(name), name
 
 
 def test_without_the_hook_stock_torchtitan_refuses_the_literal_command(train):
-    run = train("no-hook", "--training.steps=1", module="torchtitan.train",
-                env={"TITAN_LOWPREC_AUTOLOAD": "0"})
+    run = train(
+        "no-hook",
+        "--training.steps=1",
+        module="torchtitan.train",
+        env={"TITAN_LOWPREC_AUTOLOAD": "0"},
+    )
     assert run.status != 0
     assert "--job.config" in run.output
 
@@ -83,11 +88,18 @@ def test_two_resumes_equal_the_unbroken_run_in_every_bit(train, unbroken, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "layout", ["parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"]
+    "layout",
+    ["parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"],
 )
 def test_two_processes_train_on_the_same_batches_as_one(train, unbroken, layout):
-    run = train(layout, "--training.steps=6", "--training.local_batch_size=1", f"--{layout}=2",
-                "--checkpoint.no-enable", processes=2)
+    run = train(
+        layout,
+        "--training.steps=6",
+        "--training.local_batch_size=1",
+        f"--{layout}=2",
+        "--checkpoint.no-enable",
+        processes=2,
+    )
     assert run.status == 0, run.output
     assert run.column("fingerprint") == unbroken.column("fingerprint")
     torch.testing.assert_close(
@@ -96,20 +108,28 @@ def test_two_processes_train_on_the_same_batches_as_one(train, unbroken, layout)
 
 
 def test_accumulation_does_not_change_the_batch_or_the_loss(train, unbroken):
-    run = train("accumulated", "--training.steps=3", "--training.local_batch_size=1",
-                "--training.global_batch_size=2", "--checkpoint.no-enable")
+    run = train(
+        "accumulated",
+        "--training.steps=3",
+        "--training.local_batch_size=1",
+        "--training.global_batch_size=2",
+        "--checkpoint.no-enable",
+    )
     assert run.status == 0, run.output
     assert run.column("fingerprint") == unbroken.column("fingerprint")[:3]
     torch.testing.assert_close(
-        torch.tensor(run.column("loss")), torch.tensor(unbroken.column("loss")[:3]),
-        rtol=1e-3, atol=0,
+        torch.tensor(run.column("loss")),
+        torch.tensor(unbroken.column("loss")[:3]),
+        rtol=1e-3,
+        atol=0,
     )
 
 
 def test_checkpoint_of_two_processes_continues_on_one_with_the_next_batch(train, unbroken):
     common = ("--training.global_batch_size=2", "--checkpoint.interval=2")
-    two = train("shrink", "--training.steps=2", "--training.local_batch_size=1", *common,
-                processes=2)
+    two = train(
+        "shrink", "--training.steps=2", "--training.local_batch_size=1", *common, processes=2
+    )
     assert two.status == 0, two.output
     one = train("shrink", "--training.steps=4", *common)
     assert one.status == 0, one.output
@@ -125,8 +145,12 @@ def test_changed_recipe_is_refused_with_its_keys_and_allowed_by_option(train):
     assert "attention.scales: 'token_block' -> 'token'" in refused.output
     assert "data.seed: 0 -> 7" in refused.output
     assert "--checkpoint.allow_changed_config" in refused.output
-    allowed = train("changed", "--training.steps=3", "--attention.scales=token",
-                    "--checkpoint.allow_changed_config")
+    allowed = train(
+        "changed",
+        "--training.steps=3",
+        "--attention.scales=token",
+        "--checkpoint.allow_changed_config",
+    )
     assert allowed.status == 0, allowed.output
 
 
@@ -135,8 +159,11 @@ def test_sigterm_saves_and_the_run_continues(train):
     folder = train(name, "--training.steps=1", "--checkpoint.no-enable").folder
     process = subprocess.Popen(
         command(folder, "--training.steps=2000", "--checkpoint.interval=10000"),
-        env=environment(), cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=environment(),
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     wait_for_step(folder, 3)
     process.send_signal(signal.SIGTERM)
@@ -163,9 +190,12 @@ def wait_for_step(folder, step, *, timeout_s=120):
 
 def test_end_of_data_is_an_error_status_with_the_remedy(train, tmp_path):
     documents = tmp_path / "few.jsonl"
-    documents.write_text("".join(json.dumps({"text": "a few words " * 20}) + "\n" for _ in range(9)))
-    run = train("exhausted", "--training.steps=1000", f"--data.paths={documents}",
-                "--data.no-repeat")
+    documents.write_text(
+        "".join(json.dumps({"text": "a few words " * 20}) + "\n" for _ in range(9))
+    )
+    run = train(
+        "exhausted", "--training.steps=1000", f"--data.paths={documents}", "--data.no-repeat"
+    )
     assert run.status != 0
     assert "data.repeat" in run.output
     steps = run.column("step")[-1]
@@ -174,9 +204,15 @@ def test_end_of_data_is_an_error_status_with_the_remedy(train, tmp_path):
 
 
 def test_run_that_diverges_stops_and_keeps_the_last_good_checkpoint(train):
-    run = train("diverged", "--training.steps=50", "--optimizer.lr=1e38",
-                "--lr_scheduler.warmup_steps=0", "--training.max_skipped_steps=3",
-                "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0")
+    run = train(
+        "diverged",
+        "--training.steps=50",
+        "--optimizer.lr=1e38",
+        "--lr_scheduler.warmup_steps=0",
+        "--training.max_skipped_steps=3",
+        "--checkpoint.interval=1",
+        "--checkpoint.keep_latest_k=0",
+    )
     assert run.status != 0
     assert "training.max_skipped_steps" in run.output
     records = run.metrics()
@@ -188,11 +224,21 @@ def test_run_that_diverges_stops_and_keeps_the_last_good_checkpoint(train):
 
 
 def test_validation_is_equal_every_round_and_on_uneven_ranks(train):
-    frozen = ("--training.steps=2", "--optimizer.lr=0.0", "--validation.enable",
-              "--validation.freq=1", "--checkpoint.no-enable")
+    frozen = (
+        "--training.steps=2",
+        "--optimizer.lr=0.0",
+        "--validation.enable",
+        "--validation.freq=1",
+        "--checkpoint.no-enable",
+    )
     one = train("validate-1", *frozen)
-    two = train("validate-2", *frozen, "--training.local_batch_size=1",
-                "--validation.local_batch_size=7", processes=2)
+    two = train(
+        "validate-2",
+        *frozen,
+        "--training.local_batch_size=1",
+        "--validation.local_batch_size=7",
+        processes=2,
+    )
     assert one.status == 0, one.output
     assert two.status == 0, two.output
     (first, second) = one.metrics("validation")
@@ -203,8 +249,9 @@ def test_validation_is_equal_every_round_and_on_uneven_ranks(train):
 
 
 def test_initial_weights_that_cannot_be_loaded_are_an_error(train, tmp_path):
-    run = train("no-weights", "--training.steps=1",
-                f"--checkpoint.initial_load_path={tmp_path / 'missing'}")
+    run = train(
+        "no-weights", "--training.steps=1", f"--checkpoint.initial_load_path={tmp_path / 'missing'}"
+    )
     assert run.status != 0
     assert "checkpoint.initial_load_path" in run.output
 
@@ -212,7 +259,10 @@ def test_initial_weights_that_cannot_be_loaded_are_an_error(train, tmp_path):
 def test_unusable_checkpoint_folder_does_not_turn_into_random_weights(train, unbroken):
     folder = train("half", "--training.steps=1", "--checkpoint.no-enable").folder
     (folder / "checkpoint" / "step-1").mkdir(parents=True)
-    run = train("half", "--training.steps=1",
-                f"--checkpoint.initial_load_path={unbroken.folder / 'checkpoint' / 'step-6'}")
+    run = train(
+        "half",
+        "--training.steps=1",
+        f"--checkpoint.initial_load_path={unbroken.folder / 'checkpoint' / 'step-6'}",
+    )
     assert run.status != 0
     assert "random weights" in run.output

@@ -1,1 +1,1 @@
-"""The TorchTitan 0.2.2 adapter: configuration, train specs, trainer. The only room that imports it."""
+"""The TorchTitan 0.2.2 adapter: the only room that imports TorchTitan."""

@@ -33,10 +33,10 @@ class Attention:
     ``reference`` (PyTorch) elsewhere. A named choice runs or raises."""
 
     scales: Literal["token_block", "token"] = "token_block"
-    """One shared exponent per 32 tokens of a document and head, or one per token (strictly causal)."""
+    """One exponent per 32 tokens of a document and head, or one per token (strictly causal)."""
 
     fold: Literal["block_scaled", "hopper"] = "hopper"
-    """Where exponents meet the products: inside a block-scaled MMA, or outside of a plain FP8 one."""
+    """Where exponents meet the products: inside a block-scaled MMA, or outside a plain FP8 one."""
 
     gradient_groups: Literal["tile", "line"] = "line"
     """Elements of P and dS that share an exponent: 32x32 tiles, or lines of one row by one tile
@@ -176,7 +176,8 @@ class Checkpoint:
 @dataclass
 class Metrics:
     wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """Mode of wandb where ``metrics.enable_wandb``: ``auto`` is online with an API key, else offline."""
+    """Mode of wandb, if ``metrics.enable_wandb``: ``auto`` is online with an API key, else
+    offline."""
 
     run_name: str = ""
     """Name and resumable id of the run in wandb; empty takes the dump folder's name."""
