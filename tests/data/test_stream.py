@@ -5,6 +5,7 @@ import pytest
 from titan_lowprec.data.dataset import Cursor, build_packed_dataset
 from titan_lowprec.data.evaluation import validation_batches
 from titan_lowprec.data.loader import PackedLoader
+from titan_lowprec.data.shards import LocalFiles
 from titan_lowprec.data.tokenize import TextTokenizer
 
 LENGTHS = tuple(range(1, 24))
@@ -100,11 +101,27 @@ def test_resume_does_not_tokenise_what_came_before(stream, monkeypatch):
     assert [len(text.split()) for text in encoded] == [21, 22, 23]
 
 
+def test_a_source_is_opened_once_an_epoch(stream, monkeypatch):
+    starts = []
+    documents = LocalFiles.documents
+
+    def counting(self, start):
+        starts.append(start)
+        return documents(self, start)
+
+    monkeypatch.setattr(LocalFiles, "documents", counting)
+    dataset = stream()
+    epoch = epoch_rows(dataset)
+    assert starts == [0]
+    rows(dataset, epoch + 1)
+    assert starts == [0, 0, 0]
+
+
 def test_nothing_is_read_before_the_first_row(make_spec, monkeypatch):
     def refuse(self, start):
         raise AssertionError("read")
 
-    monkeypatch.setattr("titan_lowprec.data.shards.LocalFiles.documents", refuse)
+    monkeypatch.setattr(LocalFiles, "documents", refuse)
     dataset = build_packed_dataset(make_spec(LENGTHS, streaming=True))
     assert dataset.rows_per_epoch is None
 
