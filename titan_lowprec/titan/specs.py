@@ -8,6 +8,7 @@ from torchtitan.tools.logging import logger
 
 from titan_lowprec.ops.attention.api import Impl, resolve_impl
 from titan_lowprec.ops.attention.spec import AttentionSpec
+from titan_lowprec.ops.cross_entropy.api import Impl as HeadImpl
 
 COMMON_FIELDS = ("tile_q", "tile_k", "row_sum", "output_residual", "deterministic")
 QUANTISED_FIELDS = (
@@ -76,3 +77,12 @@ def attention_plan(job_config: JobConfig, *, head_dim: int) -> AttentionPlan:
         high_precision_layers=sorted(int(layer) for layer in section.high_precision_layers),
         impl=impl,
     )
+
+
+def resolve_head_impl() -> HeadImpl:
+    """The chunked head's implementation on this machine, said in the log."""
+    from torchtitan.tools.utils import device_type, has_cuda_capability
+
+    impl: HeadImpl = "triton" if has_cuda_capability(9, 0) else "reference"
+    logger.info(f"loss.impl=linear_chunked runs as {impl} on {device_type}")
+    return impl

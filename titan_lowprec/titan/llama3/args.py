@@ -6,7 +6,8 @@ import torch.nn as nn
 from torchtitan.config import JobConfig
 from torchtitan.models.llama3.model.args import TransformerModelArgs
 
-from titan_lowprec.titan.specs import AttentionPlan, attention_plan
+from titan_lowprec.ops.cross_entropy.api import Impl as HeadImpl
+from titan_lowprec.titan.specs import AttentionPlan, attention_plan, resolve_head_impl
 
 
 @dataclass
@@ -18,6 +19,7 @@ class LowprecLlamaArgs(TransformerModelArgs):
     loss_softcap: float = 0.0
     loss_z_loss: float = 0.0
     loss_chunk_rows: int = 1024
+    loss_head_impl: HeadImpl = "reference"
 
     @property
     def head_dim(self) -> int:
@@ -30,6 +32,8 @@ class LowprecLlamaArgs(TransformerModelArgs):
         self.loss_softcap = job_config.loss.softcap
         self.loss_z_loss = job_config.loss.z_loss
         self.loss_chunk_rows = job_config.loss.chunk_rows
+        if job_config.loss.impl == "linear_chunked":
+            self.loss_head_impl = resolve_head_impl()
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Parameters, and FLOPs per token of a row that is one causal document.

@@ -80,7 +80,7 @@ class LowprecHead(nn.Linear):
             z_loss=args.loss_z_loss,
             softcap=args.loss_softcap or None,
             token_weight_N=None,
-            impl="triton" if x.is_cuda else "reference",
+            impl=args.loss_head_impl,
         )
         return loss_sum
 

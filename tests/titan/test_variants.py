@@ -1,0 +1,67 @@
+"""The same training under other settings: equal where the arithmetic is, close where it is not."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+
+STEPS = ("--training.steps=2", "--checkpoint.no-enable", "--debug.deterministic")
+
+
+@pytest.fixture(scope="module")
+def plain(train):
+    run = train("variant-plain", *STEPS)
+    assert run.status == 0, run.output
+    return run
+
+
+def assert_close(run, plain, rtol):
+    assert run.status == 0, run.output
+    assert run.column("fingerprint") == plain.column("fingerprint")
+    for name in ("loss", "grad_norm"):
+        torch.testing.assert_close(
+            torch.tensor(run.column(name)), torch.tensor(plain.column(name)), rtol=rtol, atol=0
+        )
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        (
+            "--activation_checkpoint.mode=selective",
+            "--activation_checkpoint.selective_ac_option=op",
+        ),
+        ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"),
+        ("--activation_checkpoint.mode=full",),
+    ],
+    ids=["op", "every-second", "full"],
+)
+def test_activation_checkpointing_does_not_change_a_bit(train, plain, setting):
+    run = train(f"variant-ac-{setting[-1][-4:]}", *STEPS, *setting)
+    assert_close(run, plain, rtol=0)
+
+
+def test_chunked_head_trains_like_logits(train, plain):
+    assert_close(train("variant-chunked", *STEPS, "--loss.impl=linear_chunked"), plain, rtol=1e-4)
+
+
+def test_tensor_parallel_trains_like_one_process(train, plain):
+    run = train("variant-tp", *STEPS, "--parallelism.tensor_parallel_degree=2", processes=2)
+    assert_close(run, plain, rtol=2e-2)
+
+
+@pytest.mark.compile
+def test_compiled_blocks_train_like_eager(train, plain):
+    run = train("variant-compile", *STEPS, "--compile.enable", "--compile.components=model")
+    assert_close(run, plain, rtol=2e-2)
+
+
+def test_literal_command_on_two_processes(train, plain):
+    run = train(
+        "variant-literal",
+        *STEPS,
+        "--training.local_batch_size=1",
+        module="torchtitan.train",
+        processes=2,
+    )
+    assert_close(run, plain, rtol=2e-3)
