@@ -1,7 +1,7 @@
 """What an attention call computes: one frozen value that names every contested choice."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from titan_lowprec.formats.catalogue import E4M3FN
@@ -76,6 +76,9 @@ class AttentionSpec:
     """Study: D from the backward's own P and E, divided by the row sum of P."""
     deterministic: bool
     """Equal inputs give equal bits. The reference always is; kernels may be faster without."""
+    text: str = field(init=False, repr=False, compare=False)
+    """The other fields in one line. Written once: in compiled code a second specification would
+    turn the integers symbolic, which a string cannot be formatted from."""
 
     @classmethod
     def bf16(cls, *, mask: Mask) -> "AttentionSpec":
@@ -157,10 +160,12 @@ class AttentionSpec:
                 )
         _check_range(self)
         _check_combination(self)
+        text = ";".join(f"{name}={getattr(self, name)}" for name in _FIELDS)
+        object.__setattr__(self, "text", text)
 
     def encode(self) -> str:
         """One line of text that ``decode`` reads back; what the custom ops carry."""
-        return ";".join(f"{name}={getattr(self, name)}" for name in _FIELDS)
+        return self.text
 
     @classmethod
     def decode(cls, text: str) -> "AttentionSpec":
@@ -175,7 +180,9 @@ class AttentionSpec:
 
 
 _TYPES = {
-    field.name: field.type if field.type in (int, bool) else str for field in fields(AttentionSpec)
+    option.name: option.type if option.type in (int, bool) else str
+    for option in fields(AttentionSpec)
+    if option.init
 }
 _FIELDS = tuple(_TYPES)
 _PARSE = {int: int, bool: lambda text: {"True": True, "False": False}[text], str: str}

@@ -61,12 +61,12 @@ def backward_reference(
     dv = torch.zeros_like(dk)
     for step in plan.diagonal_steps:
         terms = pair_terms(inputs, plan, step, spec)
-        left_dv = _cast_key_side(terms.P, terms, g_tiles.rows(step.q_tile_P), spec, weights=True)
-        left_dk = _cast_key_side(terms.U, terms, q_tiles.rows(step.q_tile_P), spec, weights=False)
+        left_dv = cast_key_side(terms.P, terms, g_tiles.rows(step.q_tile_P), spec, weights=True)
+        left_dk = cast_key_side(terms.U, terms, q_tiles.rows(step.q_tile_P), spec, weights=False)
         dv[step.k_tile_P] += _over_queries(left_dv, g_tiles.rows(step.q_tile_P))
         dk[step.k_tile_P] += _over_queries(left_dk, q_tiles.rows(step.q_tile_P))
         right = k_tiles.right_operand(plan, step)
-        dq.add(step.q_tile_P, _over_keys(_cast_query_side(terms, right, spec), right))
+        dq.add(step.q_tile_P, _over_keys(cast_query_side(terms, right, spec), right))
     alpha = q.values_NHD.shape[-1] ** -0.5
     dq_NHD = scatter_tiles(dq.total().flatten(1, 2), plan.q_token_QT, total_tokens=N, fill=0.0)
     dk_NJD, dv_NJD = (scatter_tiles(x, plan.k_token_KS, total_tokens=N, fill=0.0) for x in (dk, dv))
@@ -106,7 +106,7 @@ class _QueryGradient:
         return total
 
 
-def _cast_key_side(
+def cast_key_side(
     x: Float32[Tensor, "P J R T S"],
     terms: PairTerms,
     right: RightOperand,
@@ -129,7 +129,7 @@ def _cast_key_side(
     return round_groups(x, rows=32, columns=32)
 
 
-def _cast_query_side(
+def cast_query_side(
     terms: PairTerms, right: RightOperand, spec: AttentionSpec
 ) -> Float32[Tensor, "P J R T S"]:
     """Cast U for the product that sums over keys."""

@@ -125,7 +125,7 @@ def scatter_tiles(
         (total_tokens + 1, *values.shape[2:]), fill, dtype=tiles.dtype, device=tiles.device
     )
     out[token_QT.reshape(-1)] = values.flatten(0, 1)
-    return out[:total_tokens].contiguous()
+    return out[:total_tokens].clone()
 
 
 def visible_mask(plan: TilePlan, step: PairStep, spec: AttentionSpec) -> Bool[Tensor, "P 1 1 T S"]:
