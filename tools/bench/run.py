@@ -46,9 +46,10 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_tests(paths: tuple[str, ...]) -> None:
-    """Stop the program unless the op's tests pass."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", *paths]
+def run_tests(paths: tuple[str, ...], device: torch.device) -> None:
+    """Stop the program unless the op's tests for this kind of device pass."""
+    chosen = "gpu and not slow" if device.type == "cuda" else "not slow"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", chosen, *paths]
     if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
         raise SystemExit(f"run.py: no timing, the tests failed: {' '.join(command)}")
 
@@ -189,7 +190,7 @@ def main() -> None:
     arguments = parse_arguments()
     module = importlib.import_module(arguments.op)
     if arguments.tests_passed_at is None:
-        run_tests(module.TESTS)
+        run_tests(module.TESTS, torch.device(arguments.device))
     stamp = {
         **environment(torch.device(arguments.device)),
         "commit": current_commit(arguments.commit),

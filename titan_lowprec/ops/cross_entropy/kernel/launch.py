@@ -40,12 +40,11 @@ def form_triton(
     _check(hidden_NE, weight_VE)
     (N, E), V = hidden_NE.shape, weight_VE.shape[0]
     scale_N = row_scale(labels_N, token_weight_N, vocabulary=V, ignore_index=spec.ignore_index)
-    x_NE = usable_rows(hidden_NE, scale_N).contiguous()
     label_N = labels_N.clamp(0, V - 1).to(torch.int32)
     store = need_hidden or need_weight
-    lse_N, loss_N, ratio_N, coefficient_N = x_NE.new_empty((4, N), dtype=torch.float32)
-    grad_hidden_NE = x_NE.new_empty((N if need_hidden else 0, E), dtype=torch.float32)
-    high_VE = x_NE.new_empty((V if need_weight else 0, E), dtype=torch.int16)
+    lse_N, loss_N, ratio_N, coefficient_N = (torch.empty_like(scale_N) for _ in range(4))
+    grad_hidden_NE = hidden_NE.new_empty((N if need_hidden else 0, E), dtype=torch.float32)
+    high_VE = hidden_NE.new_empty((V if need_weight else 0, E), dtype=torch.int16)
     low_VE = torch.empty_like(high_VE)
     if N == 0:
         high_VE.zero_()
@@ -55,15 +54,16 @@ def form_triton(
     # Without gradients there is nothing to store, so all rows are one chunk.
     rows = min(spec.chunk_rows, N) if store else N
     padded = triton.cdiv(V, 64) * 64
-    p_CV = x_NE.new_empty((rows, padded)) if store else None
-    scaled_CE = x_NE.new_empty((rows, E)) if need_weight else None
+    p_CV = hidden_NE.new_empty((rows, padded)) if store else None
+    scaled_CE = hidden_NE.new_empty((rows, E)) if need_weight else None
     for start in range(0, N, rows):
         at = slice(start, min(start + rows, N))
         C = at.stop - at.start
         p = None if p_CV is None else p_CV[:C]
         scaled = None if scaled_CE is None else scaled_CE[:C]
         results = (lse_N[at], loss_N[at], ratio_N[at], coefficient_N[at], scaled)
-        _softmax_chunk(x_NE[at], weight_VE, label_N[at], scale_N[at], p, results, spec, LOGITS)
+        x_CE = usable_rows(hidden_NE[at], scale_N[at]).contiguous()
+        _softmax_chunk(x_CE, weight_VE, label_N[at], scale_N[at], p, results, spec, LOGITS)
         if need_hidden:
             assert p is not None
             _multiply_fp32(p[:, :V], weight_VE, out=grad_hidden_NE[at])
@@ -76,6 +76,7 @@ def form_triton(
     if need_weight:
         key_N = torch.where(scale_N == 0, V, label_N)
         sorted_N, order_N = torch.sort(key_N, stable=True)
+        x_NE = hidden_NE.contiguous()
         add_label_gradient(high_VE, low_VE, x_NE, coefficient_N, order_N, sorted_N)
     return Formed(loss_N.sum(), loss_N, lse_N, grad_hidden_NE, high_VE, low_VE)
 

@@ -193,43 +193,42 @@ def correct_kernel(
     MAXIMUM: tl.constexpr,
 ):
     """Repeat the flagged row tiles: ``MAXIMUM`` leaves row maxima in ``partial``, else sums."""
-    row_tiles = tl.cdiv(C, BLOCK_R)
     column_tiles = tl.cdiv(V, BLOCK_V)
-    row_tile = tl.program_id(0) % row_tiles
-    column_tile = tl.program_id(0) // row_tiles
+    row_tile = tl.program_id(0)
     if tl.load(redo_ptr + row_tile) == 0:
         return
-    acc = _accumulate(
-        x_desc, w_desc, row_tile * BLOCK_R, column_tile * BLOCK_V, E, BLOCK_R, BLOCK_V, BLOCK_E
-    )
-    if MAXIMUM:
-        rows = row_tile * BLOCK_R + tl.arange(0, BLOCK_R)
-        columns = column_tile * BLOCK_V + tl.arange(0, BLOCK_V)
-        label = tl.load(label_ptr + rows, mask=rows < C, other=-1)  # [BLOCK_R]
-        keep = (columns[None, :] != label[:, None]) & (columns < V)[None, :]
-        if SOFTCAP:
-            acc = tanh(acc / softcap) * softcap
-        largest = tl.max(tl.where(keep, acc * LOG2E, float("-inf")), axis=1)
-        tl.store(partial_ptr + rows * column_tiles + column_tile, largest, mask=rows < C)
-    else:
-        _finish_tile(
-            acc,
-            p_desc,
-            label_ptr,
-            shift_ptr,
-            partial_ptr,
-            row_tile,
-            column_tile,
-            C,
-            V,
-            column_tiles,
-            softcap,
-            BLOCK_R,
-            BLOCK_V,
-            SPLIT,
-            SOFTCAP,
-            STORE,
+    for column_tile in range(tl.program_id(1), column_tiles, tl.num_programs(1)):
+        acc = _accumulate(
+            x_desc, w_desc, row_tile * BLOCK_R, column_tile * BLOCK_V, E, BLOCK_R, BLOCK_V, BLOCK_E
         )
+        if MAXIMUM:
+            rows = row_tile * BLOCK_R + tl.arange(0, BLOCK_R)
+            columns = column_tile * BLOCK_V + tl.arange(0, BLOCK_V)
+            label = tl.load(label_ptr + rows, mask=rows < C, other=-1)  # [BLOCK_R]
+            keep = (columns[None, :] != label[:, None]) & (columns < V)[None, :]
+            if SOFTCAP:
+                acc = tanh(acc / softcap) * softcap
+            largest = tl.max(tl.where(keep, acc * LOG2E, float("-inf")), axis=1)
+            tl.store(partial_ptr + rows * column_tiles + column_tile, largest, mask=rows < C)
+        else:
+            _finish_tile(
+                acc,
+                p_desc,
+                label_ptr,
+                shift_ptr,
+                partial_ptr,
+                row_tile,
+                column_tile,
+                C,
+                V,
+                column_tiles,
+                softcap,
+                BLOCK_R,
+                BLOCK_V,
+                SPLIT,
+                SOFTCAP,
+                STORE,
+            )
 
 
 def _operands(
@@ -294,8 +293,8 @@ def correct(
 ) -> None:
     """Repeat `exponentials` (or take row maxima) for row tiles flagged in ``redo_Q``, no other."""
     (C, E), V = x_CE.shape, weight_VE.shape[0]
-    count = triton.cdiv(C, tile.rows) * triton.cdiv(V, tile.columns)
-    correct_kernel[(count,)](
+    # Sixteen programs a row tile: enough for one flagged tile, and soon over for none.
+    correct_kernel[(triton.cdiv(C, tile.rows), min(16, triton.cdiv(V, tile.columns)))](
         *_operands(x_CE, weight_VE, p_CV, tile),
         label_C,
         shift_C,

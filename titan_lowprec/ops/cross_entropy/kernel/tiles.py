@@ -48,7 +48,7 @@ def descriptor(x_MK: Tensor, block: tuple[int, int]) -> TensorDescriptor:
 
 
 def programs(tiles: int, device: torch.device, resident: int) -> int:
-    """Programs to start: one per tile, or at most ``resident`` on each multiprocessor."""
+    """Programs to start: one per tile, or ``resident`` on each multiprocessor."""
     if resident == 0 or device.type == "cpu":
         return tiles
-    return min(tiles, resident * torch.cuda.get_device_properties(device).multi_processor_count)
+    return resident * torch.cuda.get_device_properties(device).multi_processor_count

@@ -23,6 +23,27 @@ def _low(x):
 
 
 @triton.jit
+def _prefetch(ptr, v0, e0, V, E, BLOCK_V: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Ask for a tile of 16-bit values in L2, one line of 128 bytes at a time.
+
+    The sum so far is read after the tile's GEMM; asked for before it, it arrives meanwhile.
+    """
+    rows = v0 + tl.arange(0, BLOCK_V)
+    columns = e0 + 64 * tl.arange(0, BLOCK_E // 64)
+    rows = tl.minimum(rows, V - 1).to(tl.int64)
+    columns = tl.minimum(columns, E - 1)
+    line = ptr + rows[:, None] * E + columns[None, :]  # [BLOCK_V, BLOCK_E // 64]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [line.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def _add(acc, high_desc, low_desc, row, column, ACCUMULATE: tl.constexpr):
     if ACCUMULATE:
         acc += _join(high_desc.load([row, column]), low_desc.load([row, column]))
@@ -36,6 +57,8 @@ def weight_gradient_kernel(
     x_desc,
     high_desc,
     low_desc,
+    high_ptr,
+    low_ptr,
     C,
     V,
     E,
@@ -44,6 +67,7 @@ def weight_gradient_kernel(
     BLOCK_C: tl.constexpr,
     SPLIT: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
@@ -53,6 +77,9 @@ def weight_gradient_kernel(
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
         v0 = (tile // width_tiles) * BLOCK_V
         e0 = (tile % width_tiles) * BLOCK_E
+        if PREFETCH:
+            _prefetch(high_ptr, v0, e0, V, E, BLOCK_V, BLOCK_E)
+            _prefetch(low_ptr, v0, e0, V, E, BLOCK_V, BLOCK_E)
         acc = tl.zeros((BLOCK_V, BLOCK_E), dtype=tl.float32)
         for k in range(0, C, BLOCK_C):
             p = p_desc.load([k, v0])  # [BLOCK_C, BLOCK_V]
@@ -148,6 +175,8 @@ def add_weight_gradient(
         descriptor(x_CE, (tile.reduction, tile.width)),
         descriptor(high_VE, (tile.columns, part)),
         descriptor(low_VE, (tile.columns, part)),
+        high_VE,
+        low_VE,
         C,
         V,
         E,
@@ -156,6 +185,7 @@ def add_weight_gradient(
         BLOCK_C=tile.reduction,
         SPLIT=tile.split,
         ACCUMULATE=accumulate,
+        PREFETCH=accumulate and x_CE.device.type == "cuda",
         PROGRAMS=count,
         FLATTEN=tile.resident > 0,
         num_warps=tile.warps,
@@ -173,7 +203,7 @@ def add_label_gradient(
 ) -> None:
     """Add ``coefficient * x`` of every row to its label's line; labels of ``V`` take no part."""
     N, E = x_NE.shape
-    block = 512
+    block = 1024
     label_gradient_kernel[(N, triton.cdiv(E, block))](
         high_VE,
         low_VE,
@@ -184,7 +214,7 @@ def add_label_gradient(
         N,
         high_VE.shape[0],
         E,
-        BLOCK_N=16,
+        BLOCK_N=8,
         BLOCK_E=block,
     )
 
