@@ -17,6 +17,7 @@ from torchtitan.tools.utils import device_type
 
 from titan_lowprec.ops.attention.api import SAVE_OPS as ATTENTION_SAVE_OPS
 from titan_lowprec.ops.cross_entropy.api import SAVE_OPS as LOSS_SAVE_OPS
+from titan_lowprec.titan.conversion import check_conversion
 
 
 def parallelize_llama(
@@ -28,6 +29,7 @@ def parallelize_llama(
     are then cast to ``mixed_precision_param`` in one place, and one GPU computes in the same
     types as many (stock TorchTitan uses autocast there).
     """
+    check_conversion(model, job_config)
     if parallel_dims.tp_enabled:
         apply_tp(
             model,
