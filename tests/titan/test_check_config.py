@@ -22,15 +22,15 @@ from titan_lowprec.titan.config_run_rules import RUN_RULES  # noqa: E402
 from titan_lowprec.titan.config_types import conforms, type_problems  # noqa: E402
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-TINY = RECIPES / "llama_tiny_mxfp8.toml"
+SMALL = Path(__file__).with_name("small.toml")
 
 
-def parse(*args, recipe=TINY):
+def parse(*args, recipe=SMALL):
     return ConfigManager().parse_args([f"--job.config_file={recipe}", *args])
 
 
 @pytest.fixture(scope="module")
-def tiny():
+def small():
     return parse()
 
 
@@ -59,8 +59,8 @@ def test_every_recipe_is_good_on_one_gpu(recipe):
     check_config(parse(recipe=recipe), device_type="cuda", world_size=1)
 
 
-def test_the_tiny_recipe_is_good_on_two_cpu_processes(tiny):
-    check_config(tiny, device_type="cpu", world_size=2)
+def test_the_small_configuration_is_good_on_two_cpu_processes(small):
+    check_config(small, device_type="cpu", world_size=2)
 
 
 # One setting or combination a line: settings, key, a part of the requirement or remedy.
@@ -161,10 +161,10 @@ ONE_WRONG = [
 
 
 @pytest.mark.parametrize(("settings", "key", "part"), ONE_WRONG, ids=lambda value: str(value)[:60])
-def test_a_wrong_setting_is_the_one_problem_found(tiny, settings, key, part):
-    (problem,) = problems(changed(tiny, settings))
+def test_a_wrong_setting_is_the_one_problem_found(small, settings, key, part):
+    (problem,) = problems(changed(small, settings))
     assert key in problem.key
-    text = message(changed(tiny, settings))
+    text = message(changed(small, settings))
     assert str(problem) in text
     assert part in text
 
@@ -181,33 +181,33 @@ PARALLEL_WRONG = [
 
 @pytest.mark.parametrize(("name", "degree", "processes", "part"), PARALLEL_WRONG)
 def test_a_degree_that_does_not_work_is_refused_with_its_reason(
-    tiny, name, degree, processes, part
+    small, name, degree, processes, part
 ):
-    config = changed(tiny, {f"parallelism.{name}": degree})
+    config = changed(small, {f"parallelism.{name}": degree})
     (problem,) = problems(config, world_size=processes)
     assert problem.key in (f"parallelism.{name}", "parallelism.*_degree")
     assert part in str(problem)
 
 
-def test_tensor_parallelism_needs_logits(tiny):
+def test_tensor_parallelism_needs_logits(small):
     settings = {"parallelism.tensor_parallel_degree": 2, "loss.impl": "linear_chunked"}
-    (problem,) = problems(changed(tiny, settings), world_size=2)
+    (problem,) = problems(changed(small, settings), world_size=2)
     assert problem.key == "loss.impl"
     assert "parallelism.tensor_parallel_degree=2" in str(problem)
 
 
-def test_tensor_parallelism_needs_a_divisible_row(tiny):
+def test_tensor_parallelism_needs_a_divisible_row(small):
     settings = {
         "parallelism.tensor_parallel_degree": 2,
         "training.seq_len": 255,
         "validation.seq_len": 255,
     }
-    (problem,) = problems(changed(tiny, settings), world_size=2)
+    (problem,) = problems(changed(small, settings), world_size=2)
     assert "divide training.seq_len=255" in str(problem)
 
 
-def test_the_global_batch_counts_ranks_with_different_rows_only(tiny):
-    config = changed(tiny, {"training.global_batch_size": 16})
+def test_the_global_batch_counts_ranks_with_different_rows_only(small):
+    config = changed(small, {"training.global_batch_size": 16})
     assert problems(config, world_size=2) == []
     (problem,) = problems(config, world_size=4)
     assert "x 4 data-parallel ranks" in str(problem)
@@ -219,9 +219,9 @@ def test_the_global_batch_counts_ranks_with_different_rows_only(tiny):
     ("settings", "part"),
     [({"recipe": "nvfp4_full"}, "nvfp4_full"), ({"dq_accum": "fp16_boost"}, "fp16_boost")],
 )
-def test_triton_is_refused_where_only_a_reference_exists(tiny, settings, part):
+def test_triton_is_refused_where_only_a_reference_exists(small, settings, part):
     settings = {f"attention.{name}": value for name, value in settings.items()}
-    config = changed(tiny, {**settings, "attention.impl": "triton"})
+    config = changed(small, {**settings, "attention.impl": "triton"})
     (problem,) = problems(config, device_type="cuda")
     assert problem.key == "attention.impl"
     assert part in str(problem)
@@ -243,66 +243,66 @@ def flavor(**changes):
         (16, True, []),
     ],
 )
-def test_head_dimensions(tiny, monkeypatch, head_dim, rotate, keys):
+def test_head_dimensions(small, monkeypatch, head_dim, rotate, keys):
     from torchtitan.protocols.train_spec import get_train_spec
 
     monkeypatch.setitem(get_train_spec("llama3_lowprec").model_args, "x", flavor(head_dim=head_dim))
-    config = changed(tiny, {"model.flavor": "x", "attention.rotate": rotate})
+    config = changed(small, {"model.flavor": "x", "attention.rotate": rotate})
     assert [problem.key for problem in problems(config)] == keys
 
 
-def test_a_head_dimension_that_cannot_rotate_is_fine_in_bf16(tiny, monkeypatch):
+def test_a_head_dimension_that_cannot_rotate_is_fine_in_bf16(small, monkeypatch):
     from torchtitan.protocols.train_spec import get_train_spec
 
     monkeypatch.setitem(get_train_spec("llama3_lowprec").model_args, "x", flavor(head_dim=96))
-    assert problems(changed(tiny, {"model.flavor": "x", "attention.recipe": "bf16"})) == []
+    assert problems(changed(small, {"model.flavor": "x", "attention.recipe": "bf16"})) == []
 
 
-def test_a_tokenizer_with_more_ids_than_the_embedding_is_refused(tiny, tmp_path):
+def test_a_tokenizer_with_more_ids_than_the_embedding_is_refused(small, tmp_path):
     content = {
         "model": {"vocab": {"a": 0, "b": 1}},
         "added_tokens": [{"id": 2048, "content": "<eos>"}],
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    (problem,) = problems(changed(tiny, {"data.tokenizer": str(tmp_path)}))
+    (problem,) = problems(changed(small, {"data.tokenizer": str(tmp_path)}))
     assert problem.key == "data.tokenizer"
     assert "vocab_size=2048" in str(problem)
     assert "has 2049" in str(problem)
     content["added_tokens"][0]["id"] = 2047
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    assert problems(changed(tiny, {"data.tokenizer": str(tmp_path)})) == []
+    assert problems(changed(small, {"data.tokenizer": str(tmp_path)})) == []
 
 
-def test_an_export_at_the_end_may_hold_the_model_only(tiny):
+def test_an_export_at_the_end_may_hold_the_model_only(small):
     settings = {"checkpoint.last_save_model_only": True, "checkpoint.last_save_in_hf": True}
-    assert problems(changed(tiny, settings)) == []
+    assert problems(changed(small, settings)) == []
 
 
-def test_weights_need_checkpointing_to_be_enabled(tiny, tmp_path):
+def test_weights_need_checkpointing_to_be_enabled(small, tmp_path):
     settings = {"checkpoint.enable": False, "checkpoint.initial_load_path": str(tmp_path)}
-    (problem,) = problems(changed(tiny, settings))
+    (problem,) = problems(changed(small, settings))
     assert problem.key == "checkpoint.enable"
 
 
-def test_hugging_face_weights_in_a_folder_are_accepted(tiny, tmp_path):
+def test_hugging_face_weights_in_a_folder_are_accepted(small, tmp_path):
     settings = {"checkpoint.initial_load_in_hf": True, "model.hf_assets_path": str(tmp_path)}
-    assert len(problems(changed(tiny, settings))) == 1
+    assert len(problems(changed(small, settings))) == 1
     (tmp_path / "model.safetensors").touch()
-    assert problems(changed(tiny, settings)) == []
+    assert problems(changed(small, settings)) == []
     settings["checkpoint.initial_load_model_only"] = False
-    (problem,) = problems(changed(tiny, settings))
+    (problem,) = problems(changed(small, settings))
     assert problem.key == "checkpoint.initial_load_model_only"
 
 
-def test_wandb_must_be_installed(tiny, monkeypatch):
+def test_wandb_must_be_installed(small, monkeypatch):
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (problem,) = problems(changed(tiny, {"metrics.enable_wandb": True}))
+    (problem,) = problems(changed(small, {"metrics.enable_wandb": True}))
     assert problem.key == "metrics.enable_wandb"
 
 
-def test_all_problems_are_in_one_message(tiny):
+def test_all_problems_are_in_one_message(small):
     settings = {
         "training.steps": "12",
         "attention.tile_q": 33,
@@ -310,21 +310,21 @@ def test_all_problems_are_in_one_message(tiny):
         "data.paths": ["no/such/file"],
         "parallelism.context_parallel_degree": 2,
     }
-    text = message(changed(tiny, settings), world_size=2)
+    text = message(changed(small, settings), world_size=2)
     assert "5 problems" in text
     for key, value in settings.items():
         assert f"{key}: must " in text
         assert repr(value if key != "data.paths" else "no/such/file") in text
 
 
-def test_a_rule_is_left_out_where_its_own_setting_is_wrong_already(tiny):
+def test_a_rule_is_left_out_where_its_own_setting_is_wrong_already(small):
     settings = {"training.local_batch_size": 0, "training.global_batch_size": 3}
-    (problem,) = problems(changed(tiny, settings))
+    (problem,) = problems(changed(small, settings))
     assert problem.key == "training.local_batch_size"
 
 
-def test_a_section_that_is_no_section_is_one_problem(tiny):
-    config = copy.deepcopy(tiny)
+def test_a_section_that_is_no_section_is_one_problem(small):
+    config = copy.deepcopy(small)
     config.attention = 3
     (problem,) = problems(config)
     assert problem.key == "attention"
@@ -332,7 +332,9 @@ def test_a_section_that_is_no_section_is_one_problem(tiny):
 
 
 def test_strings_that_come_from_a_file_are_found(tmp_path):
-    text = TINY.read_text().replace("steps = 200", 'steps = "200"').replace("lr = 3e-3", 'lr = "a"')
+    text = (
+        SMALL.read_text().replace("steps = 200", 'steps = "200"').replace("lr = 3e-3", 'lr = "a"')
+    )
     (tmp_path / "recipe.toml").write_text(text)
     found = problems(parse(recipe=tmp_path / "recipe.toml"))
     assert {problem.key for problem in found} == {"training.steps", "optimizer.lr"}
@@ -374,26 +376,26 @@ def test_conforms(value, annotation, good):
     assert conforms(value, annotation) is good
 
 
-def test_no_annotation_is_text(tiny):
+def test_no_annotation_is_text(small):
     def annotations(config):
         for field in fields(config):
             yield field.type
             if is_dataclass(field.type):
                 yield from annotations(getattr(config, field.name))
 
-    assert not any(isinstance(annotation, str) for annotation in annotations(tiny))
-    assert [*type_problems(tiny)] == []
+    assert not any(isinstance(annotation, str) for annotation in annotations(small))
+    assert [*type_problems(small)] == []
 
 
-def test_every_range_and_every_rule_names_settings_that_exist(tiny):
+def test_every_range_and_every_rule_names_settings_that_exist(small):
     keys = {*RANGES} | {key for rule in (*MODEL_RULES, *RUN_RULES) for key in rule.keys}
     for key in keys:
-        operator.attrgetter(key)(tiny)
+        operator.attrgetter(key)(small)
 
 
 @pytest.mark.parametrize("key", RANGES)
-def test_the_default_of_every_ranged_setting_is_in_its_range(tiny, key):
-    default = operator.attrgetter(key)(type(tiny)())
+def test_the_default_of_every_ranged_setting_is_in_its_range(small, key):
+    default = operator.attrgetter(key)(type(small)())
     assert default is None or default in RANGES[key]
 
 

@@ -18,16 +18,16 @@ from titan_lowprec.titan.validate import load_recipe, validate_recipes  # noqa: 
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
-TINY = str(ROOT / "recipes" / "llama_tiny_mxfp8.toml")
+SMALL = str(Path(__file__).with_name("small.toml"))
 
 
 @functools.cache
 def parsed():
-    return load_recipe(TINY, [])
+    return load_recipe(SMALL, [])
 
 
-def tiny(**settings):
-    """The tiny recipe with settings changed, ``section__key=value``."""
+def small(**settings):
+    """The small configuration with settings changed, ``section__key=value``."""
     config = copy.deepcopy(parsed())
     for name, value in settings.items():
         section, key = name.split("__")
@@ -37,7 +37,7 @@ def tiny(**settings):
 
 
 def rows(world_size=1, **settings):
-    return dict(validate.describe(tiny(**settings), world_size=world_size))
+    return dict(validate.describe(small(**settings), world_size=world_size))
 
 
 # ---- the command ------------------------------------------------------------------------------
@@ -67,15 +67,17 @@ def test_the_command_finds_every_recipe_good_and_touches_no_device():
 def test_one_bad_recipe_does_not_hide_the_others(tmp_path, capsys):
     wrong = {
         "syntax": "[job",
-        "key": TINY_TEXT.replace("[loss]", "[loss]\nimpll = 1"),
-        "value": TINY_TEXT.replace("max_documents = 32", "max_documents = 0"),
-        "module": TINY_TEXT.replace("titan_lowprec.titan.register", "titan_lowprec.titan.regester"),
+        "key": SMALL_TEXT.replace("[loss]", "[loss]\nimpll = 1"),
+        "value": SMALL_TEXT.replace("max_documents = 32", "max_documents = 0"),
+        "module": SMALL_TEXT.replace(
+            "titan_lowprec.titan.register", "titan_lowprec.titan.regester"
+        ),
     }
     paths = []
     for name, text in wrong.items():
         paths.append(tmp_path / f"{name}.toml")
         paths[-1].write_text(text)
-    status = validate_recipes([*map(str, paths), str(tmp_path / "absent.toml"), TINY])
+    status = validate_recipes([*map(str, paths), str(tmp_path / "absent.toml"), SMALL])
     out = capsys.readouterr().out
     assert status == 1
     assert out.count(": ERROR") == 5
@@ -83,22 +85,22 @@ def test_one_bad_recipe_does_not_hide_the_others(tmp_path, capsys):
     assert "data.max_documents: must be at least 1, got 0" in out
     assert "regester" in out
     assert "must be a file" in out
-    assert f"{TINY}: ok" in out
+    assert f"{SMALL}: ok" in out
     assert "1 of 6 recipes are good" in out
 
 
-TINY_TEXT = Path(TINY).read_text()
+SMALL_TEXT = Path(SMALL).read_text()
 
 
 def test_overrides_are_checked_too(capsys):
-    assert validate_recipes([TINY, "--training.global_batch_size=20"]) == 1
+    assert validate_recipes([SMALL, "--training.global_batch_size=20"]) == 1
     assert "use 16 or 24" in capsys.readouterr().out
-    assert validate_recipes([TINY, "--no.such.key=1"]) == 1
+    assert validate_recipes([SMALL, "--no.such.key=1"]) == 1
     assert "command line does not fit" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "args", [[], ["--training.steps=3"], [TINY, "--world-size", "x"], [TINY, "--world-size=0"]]
+    "args", [[], ["--training.steps=3"], [SMALL, "--world-size", "x"], [SMALL, "--world-size=0"]]
 )
 def test_a_wrong_command_line_has_status_2_and_the_usage(args, capsys):
     assert validate_recipes(args) == 2
@@ -157,7 +159,7 @@ def test_the_schedule_is_the_one_that_torchtitan_runs(settings, text):
 def test_the_schedule_agrees_with_torchtitans_learning_rates(settings):
     from torchtitan.components.lr_scheduler import build_lr_schedulers
 
-    config = tiny(**settings)
+    config = small(**settings)
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.AdamW([parameter], lr=1.0)
     schedulers = build_lr_schedulers([optimizer], config.lr_scheduler, config.training.steps)
@@ -220,18 +222,18 @@ def test_a_named_implementation_that_a_cpu_lacks_is_shown_as_refused_there(monke
 # ---- the estimate -----------------------------------------------------------------------------
 
 
-def tiny_estimate(world_size=1, **settings):
-    return estimate.memory_estimate(tiny(**settings), world_size=world_size)
+def small_estimate(world_size=1, **settings):
+    return estimate.memory_estimate(small(**settings), world_size=world_size)
 
 
 def test_states_are_sharded_over_ranks_but_not_over_replicas():
-    one, four = tiny_estimate(), tiny_estimate(world_size=4)
+    one, four = small_estimate(), small_estimate(world_size=4)
     assert one.parameters == 4 * 1_311_872
     assert one.parameters + one.gradients + one.optimizer == 16 * 1_311_872
     assert four.parameters == one.parameters // 4
     assert four.optimizer == one.optimizer // 4
     assert four.activations == one.activations
-    replicas = tiny_estimate(parallelism__data_parallel_replicate_degree=2, world_size=4)
+    replicas = small_estimate(parallelism__data_parallel_replicate_degree=2, world_size=4)
     assert replicas.parameters == one.parameters // 2
 
 
@@ -239,17 +241,17 @@ def test_activations_of_a_layer_by_hand():
     # 2,048 tokens; a layer keeps 4 E + 4 F + H D in bf16 and one byte of Q, K and V codes
     E, F, HD, JD, L, tokens = 128, 384, 128, 64, 4, 8 * 256
     layer = 2 * (4 * E + 4 * F + HD) + (HD + 2 * JD)
-    none = tiny_estimate(activation_checkpoint__mode="none").activations
+    none = small_estimate(activation_checkpoint__mode="none").activations
     assert none == tokens * (L * layer + 2 * E)
-    full = tiny_estimate(activation_checkpoint__mode="full").activations
+    full = small_estimate(activation_checkpoint__mode="full").activations
     assert full == tokens * (L * 2 * E + layer + 2 * E)
-    bf16 = tiny_estimate(activation_checkpoint__mode="none", attention__recipe="bf16")
+    bf16 = small_estimate(activation_checkpoint__mode="none", attention__recipe="bf16")
     assert bf16.activations - none == tokens * L * (HD + 2 * JD)
 
 
 def test_checkpointing_modes_are_ordered():
     def of(mode, option="2"):
-        return tiny_estimate(
+        return small_estimate(
             activation_checkpoint__mode=mode, activation_checkpoint__selective_ac_option=option
         ).activations
 
@@ -258,14 +260,14 @@ def test_checkpointing_modes_are_ordered():
 
 
 def test_a_chunked_loss_holds_chunks_and_a_gradient_of_the_head():
-    chunked = tiny_estimate(loss__impl="linear_chunked", loss__chunk_rows=128).logits
+    chunked = small_estimate(loss__impl="linear_chunked", loss__chunk_rows=128).logits
     assert chunked == 128 * 2048 * 12 + 4 * 2048 * 128
-    assert tiny_estimate().logits == 2048 * 2048 * 12
-    assert tiny_estimate(loss__impl="logits_bf16").logits == 2048 * 2048 * 6
+    assert small_estimate().logits == 2048 * 2048 * 12
+    assert small_estimate(loss__impl="logits_bf16").logits == 2048 * 2048 * 6
 
 
 def test_the_total_is_the_sum_of_the_parts_in_the_table():
-    memory = tiny_estimate()
+    memory = small_estimate()
     parts = memory.parameters + memory.gradients + memory.optimizer
     assert memory.total == parts + memory.gathered + memory.activations + memory.logits
     assert f"about {memory.total / 2**30:.2f} GiB, 1 process" in rows()["memory per GPU"]

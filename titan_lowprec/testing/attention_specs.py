@@ -12,6 +12,7 @@ def named_specs(mask: Mask) -> dict[str, AttentionSpec]:
     mxfp8, mixed = AttentionSpec.mxfp8(mask=mask), AttentionSpec.nvfp4_mixed(mask=mask)
     blocks = {"fold": "block_scaled", "gradient_groups": "tile"}
     return {
+        "fp32": AttentionSpec.fp32(mask=mask),
         "bf16": AttentionSpec.bf16(mask=mask),
         "bf16-residual": change(AttentionSpec.bf16(mask=mask), output_residual=True),
         "mxfp8": mxfp8,

@@ -25,8 +25,9 @@ class Model:
 class Attention:
     """``[attention]``: the attention recipe and its options (NUMERICS: README of ops/attention)."""
 
-    recipe: Literal["bf16", "mxfp8", "nvfp4_mixed", "nvfp4_full"] = "mxfp8"
-    """Number formats of the attention operands, forward and backward."""
+    recipe: Literal["fp32", "bf16", "mxfp8", "nvfp4_mixed", "nvfp4_full"] = "mxfp8"
+    """Number formats of the attention operands, forward and backward. ``fp32`` rounds nothing and
+    is the exact attention of an evaluation."""
 
     impl: Literal["auto", "reference", "triton"] = "auto"
     """``auto`` is resolved once at start, and logged: ``triton`` where its kernels are tested,

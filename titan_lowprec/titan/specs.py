@@ -21,7 +21,7 @@ QUANTISED_FIELDS = (
     "dq_accum",
     "rotate",
 )
-"""Fields of ``[attention]`` that recipe ``bf16`` has no use for."""
+"""Fields of ``[attention]`` that recipes without codes have no use for."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ def attention_spec(job_config: JobConfig) -> AttentionSpec:
     """
     section = job_config.attention
     spec = getattr(AttentionSpec, section.recipe)(mask="causal")
-    names = COMMON_FIELDS if section.recipe == "bf16" else COMMON_FIELDS + QUANTISED_FIELDS
+    names = COMMON_FIELDS + (QUANTISED_FIELDS if spec.quantised else ())
     return replace(spec, **{name: getattr(section, name) for name in names})
 
 

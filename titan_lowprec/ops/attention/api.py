@@ -13,6 +13,7 @@ from titan_lowprec.ops.attention.common import (
     Saved,
     check_head_dim,
     empty_slot,
+    operand_dtype,
 )
 from titan_lowprec.ops.attention.reference.backward import backward_reference
 from titan_lowprec.ops.attention.reference.forward import forward_reference
@@ -239,7 +240,7 @@ def _attention_forward(
     saved = forward(
         q.contiguous(), k.contiguous(), v.contiguous(), cu_seqlens.contiguous(), decoded
     )
-    if decoded.recipe == "bf16":
+    if not decoded.quantised:
         # These slots are the inputs, which an op may not return; autograd saves them itself.
         hidden = {name: empty_slot(torch.bfloat16, q.device) for name in _INPUT_SLOTS}
         return tuple(hidden.get(name, getattr(saved, name)) for name in SAVED_SLOTS)
@@ -267,10 +268,10 @@ def _attention_forward_fake(
     if decoded.output_residual and q.dtype == torch.bfloat16:
         slots["out_low"] = q.new_empty((N, H, D), dtype=torch.bfloat16)
     heads = {"q": H, "k": J, "v": J}
-    codes = {"bf16": torch.bfloat16, "nvfp4_full": torch.float32}
+    codes = {"fp32": torch.bfloat16, "bf16": torch.bfloat16, "nvfp4_full": torch.float32}
     dtype = codes.get(decoded.recipe, torch.uint8)
     for name, count in heads.items():
-        shape = (0,) if decoded.recipe == "bf16" else (N, count, D)
+        shape = (N, count, D) if decoded.quantised else (0,)
         slots[f"{name}_codes"] = q.new_empty(shape, dtype=dtype)
         if decoded.recipe in ("mxfp8", "nvfp4_mixed"):
             slots[f"{name}_scale"] = q.new_empty((N, count), dtype=torch.uint8)
@@ -291,8 +292,9 @@ def _attention_backward(grad_out: Tensor, *saved_and_options: Any) -> tuple[Tens
     *tensors, cu_seqlens, spec, impl = saved_and_options
     decoded = AttentionSpec.decode(spec)
     slots = dict(zip(SAVED_SLOTS, tensors, strict=True))
-    if decoded.recipe == "bf16":
-        slots |= {name: slots[name].to(torch.bfloat16).contiguous() for name in _INPUT_SLOTS}
+    if not decoded.quantised:
+        dtype = operand_dtype(decoded)
+        slots |= {name: slots[name].to(dtype).contiguous() for name in _INPUT_SLOTS}
     elif decoded.recipe != "nvfp4_full":
         slots |= {name: slots[name].view(torch.float8_e4m3fn) for name in _INPUT_SLOTS}
     backward = backward_reference
@@ -316,7 +318,7 @@ def _attention_backward_fake(grad_out: Tensor, *saved: Any) -> tuple[Tensor, Ten
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, cu_seqlens, spec, impl = inputs
     slots = dict(zip(SAVED_SLOTS, output, strict=True))
-    if AttentionSpec.decode(spec).recipe == "bf16":
+    if not AttentionSpec.decode(spec).quantised:
         slots |= {"q_codes": q, "k_codes": k, "v_codes": v}
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])

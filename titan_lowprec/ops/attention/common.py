@@ -36,7 +36,7 @@ class Saved:
     ``k4_scale``    empty uint8            empty uint8                  uint8 ``(N, J, D // 16)``
     ==============  =====================  ===========================  ===========================
 
-    Codes of Q and K are those of the rotated vectors when ``rotate`` is set. Scale bytes are
+    ``fp32`` is as bf16, in fp32. Codes of Q and K are those of the rotated vectors when ``rotate`` is set. Scale bytes are
     biased exponents, one a token and head (the tokens of a block carry equal bytes). The 4-bit
     scales are E4M3 bits seen as bytes, the 4-bit codes two a byte, low nibble first. Under
     ``nvfp4_full`` the three code slots hold the (rotated) values in fp32: its copies along
@@ -72,6 +72,11 @@ class Gradients:
     dq_NHD: Float[Tensor, "N H D"]
     dk_NJD: Float[Tensor, "N J D"]
     dv_NJD: Float[Tensor, "N J D"]
+
+
+def operand_dtype(spec: AttentionSpec) -> torch.dtype:
+    """Type of Q, K and V in a product of a recipe without codes."""
+    return torch.float32 if spec.recipe == "fp32" else torch.bfloat16
 
 
 def empty_slot(dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from titan_lowprec.formats.catalogue import E4M3FN
 
-Recipe = Literal["bf16", "mxfp8", "nvfp4_mixed", "nvfp4_full"]
+Recipe = Literal["fp32", "bf16", "mxfp8", "nvfp4_mixed", "nvfp4_full"]
 Mask = Literal["causal", "full"]
 OperandScales = Literal["token_block", "token"]
 Fold = Literal["block_scaled", "hopper"]
@@ -103,6 +103,11 @@ class AttentionSpec:
         )
 
     @classmethod
+    def fp32(cls, *, mask: Mask) -> "AttentionSpec":
+        """Nothing is rounded below fp32: the exact attention of an evaluation; reference only."""
+        return _with_recipe(cls.bf16(mask=mask), "fp32")
+
+    @classmethod
     def mxfp8(cls, *, mask: Mask) -> "AttentionSpec":
         """E4M3 everywhere, token-block exponents outside the products, exact running maximum."""
         return cls(
@@ -137,7 +142,7 @@ class AttentionSpec:
     @property
     def quantised(self) -> bool:
         """Whether operands are stored as codes."""
-        return self.recipe != "bf16"
+        return self.recipe not in ("fp32", "bf16")
 
     @property
     def query_group(self) -> int:
@@ -208,11 +213,11 @@ def _check_range(spec: AttentionSpec) -> None:
 def _check_combination(spec: AttentionSpec) -> None:
     """Refuse choices that contradict one another or that nothing implements."""
     wrong: list[str] = []
-    if spec.recipe == "bf16":
+    if not spec.quantised:
         fixed = {"scales": "token", "fold": "block_scaled", "gradient_groups": "tile"}
         fixed |= {"weight_exponent": 0, "dv_exponent": "tile", "rotate": False}
         wrong += [
-            f"recipe='bf16' quantises nothing: {name} must be {value!r}, "
+            f"recipe={spec.recipe!r} quantises nothing: {name} must be {value!r}, "
             f"got {getattr(spec, name)!r}"
             for name, value in fixed.items()
             if getattr(spec, name) != value

@@ -8,10 +8,10 @@ from titan_lowprec.formats.scales import multiply_exp2
 from titan_lowprec.ops.attention.common import Gradients, Saved
 from titan_lowprec.ops.attention.reference.boost import boost_exponents
 from titan_lowprec.ops.attention.reference.casts import (
-    round_bf16,
     round_e4m3fn,
     round_groups,
     round_nvfp4,
+    round_plain,
 )
 from titan_lowprec.ops.attention.reference.operands import product_operands
 from titan_lowprec.ops.attention.reference.pairs import PairTerms, pair_inputs, pair_terms
@@ -115,8 +115,8 @@ def cast_key_side(
     weights: bool,
 ) -> Float32[Tensor, "P J R T S"]:
     """Cast P (``weights``) or U for a product that sums over queries."""
-    if spec.recipe == "bf16":
-        return round_bf16(x)
+    if not spec.quantised:
+        return round_plain(x, spec)
     if right.factor_PJS is not None:
         factor = right.factor_PJS.reshape(x.shape[:-1])[..., None]
         x = torch.where(terms.visible, x * factor, 0.0)
@@ -134,8 +134,8 @@ def cast_query_side(
 ) -> Float32[Tensor, "P J R T S"]:
     """Cast U for the product that sums over keys."""
     x = terms.U
-    if spec.recipe == "bf16":
-        return round_bf16(x)
+    if not spec.quantised:
+        return round_plain(x, spec)
     if right.factor_PJS is not None:
         x = torch.where(terms.visible, x * right.factor_PJS[:, :, None, None, :], 0.0)
     if spec.recipe == "nvfp4_full":

@@ -5,6 +5,7 @@ import torch
 from titan_lowprec.formats.catalogue import E4M3FN, NVFP4
 from titan_lowprec.formats.codec import decode_ue8m0
 from titan_lowprec.formats.scales import inverse_scale, ue8m0_scale
+from titan_lowprec.ops.attention.spec import AttentionSpec
 from titan_lowprec.ops.quantize.api import dequantize_nvfp4, quantize_nvfp4
 from titan_lowprec.shapes import Float, Float32, Tensor
 
@@ -15,6 +16,11 @@ _F32_MANTISSA_BITS = 23
 def round_bf16(x: Float32[Tensor, "*N"]) -> Float32[Tensor, "*N"]:
     """Round to bf16 and back."""
     return x.to(torch.bfloat16).to(torch.float32)
+
+
+def round_plain(x: Float32[Tensor, "*N"], spec: AttentionSpec) -> Float32[Tensor, "*N"]:
+    """Round to the operand type of a recipe without codes: bf16, or fp32 and so not at all."""
+    return round_bf16(x) if spec.recipe == "bf16" else x
 
 
 def round_e4m3fn(x: Float32[Tensor, "*N"]) -> Float32[Tensor, "*N"]:

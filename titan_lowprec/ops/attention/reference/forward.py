@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from titan_lowprec.ops.attention.common import Saved, empty_slot
-from titan_lowprec.ops.attention.reference.casts import round_bf16, round_e4m3fn, round_nvfp4
+from titan_lowprec.ops.attention.reference.casts import round_e4m3fn, round_nvfp4, round_plain
 from titan_lowprec.ops.attention.reference.operands import (
     encode_operands,
     product_operands,
@@ -158,8 +158,8 @@ def _update(
 
 def _cast_weight(weight: Float32[Tensor, "*B S"], spec: AttentionSpec) -> Float32[Tensor, "*B S"]:
     """Cast softmax weights for the product with V, times ``2**c``."""
-    if spec.recipe == "bf16":
-        return round_bf16(weight)
+    if not spec.quantised:
+        return round_plain(weight, spec)
     scaled = weight * 2.0**spec.weight_exponent
     return round_nvfp4(scaled) if spec.recipe == "nvfp4_full" else round_e4m3fn(scaled)
 

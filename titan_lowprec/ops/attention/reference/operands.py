@@ -7,8 +7,8 @@ import torch
 from titan_lowprec.formats.catalogue import NVFP4, UE8M0
 from titan_lowprec.formats.codec import decode_e4m3fn, decode_ue8m0, pack_e2m1fn, unpack_e2m1fn
 from titan_lowprec.formats.token_blocks import row_metadata
-from titan_lowprec.ops.attention.common import Saved, empty_slot
-from titan_lowprec.ops.attention.reference.casts import round_bf16, round_nvfp4
+from titan_lowprec.ops.attention.common import Saved, empty_slot, operand_dtype
+from titan_lowprec.ops.attention.reference.casts import round_nvfp4, round_plain
 from titan_lowprec.ops.attention.spec import AttentionSpec
 from titan_lowprec.ops.hadamard.api import hadamard
 from titan_lowprec.ops.quantize.api import (
@@ -63,9 +63,9 @@ def encode_operands(
     """Produce every slot of ``Saved`` that depends on the inputs alone."""
     unused = ("q_scale", "k_scale", "v_scale", "q4_codes", "q4_scale", "k4_codes", "k4_scale")
     slots = {name: empty_slot(torch.uint8, q_NHD.device) for name in unused}
-    if spec.recipe == "bf16":
+    if not spec.quantised:
         values = zip("qkv", (q_NHD, k_NJD, v_NJD), strict=True)
-        return slots | {f"{name}_codes": x.to(torch.bfloat16) for name, x in values}
+        return slots | {f"{name}_codes": x.to(operand_dtype(spec)) for name, x in values}
     if spec.rotate:
         q_NHD, k_NJD = hadamard(q_NHD), hadamard(k_NJD)
     if spec.recipe == "nvfp4_full":
@@ -98,7 +98,7 @@ def product_operands(saved: Saved, spec: AttentionSpec) -> tuple[Operand, Operan
         (saved.k_codes, saved.k_scale),
         (saved.v_codes, saved.v_scale),
     )
-    if spec.recipe in ("bf16", "nvfp4_full"):
+    if not spec.quantised or spec.recipe == "nvfp4_full":
         q, k, v = (plain_operand(values) for values, _ in slots)
     else:
         q, k, v = (coded_operand(codes, scale) for codes, scale in slots)
@@ -133,8 +133,8 @@ def gradient_operand(
     grad_out_NHD: Float[Tensor, "N H D"], cu_seqlens_RM: Int32[Tensor, "R M1"], spec: AttentionSpec
 ) -> Operand:
     """The incoming gradient, one representation for dP, dV and D."""
-    if spec.recipe == "bf16":
-        return plain_operand(round_bf16(grad_out_NHD.to(torch.float32)))
+    if not spec.quantised:
+        return plain_operand(round_plain(grad_out_NHD.to(torch.float32), spec))
     if spec.recipe == "nvfp4_full":
         return plain_operand(round_nvfp4(grad_out_NHD.to(torch.float32)))
     blocks = encode_token_blocks(grad_out_NHD, cu_seqlens_RM, spec)
