@@ -67,7 +67,7 @@ def test_the_command_finds_every_recipe_good_and_touches_no_device():
 def test_one_bad_recipe_does_not_hide_the_others(tmp_path, capsys):
     wrong = {
         "syntax": "[job",
-        "key": SMALL_TEXT.replace("[loss]", "[loss]\nimpll = 1"),
+        "key": SMALL_TEXT + "\n[loss]\nimpll = 1\n",
         "value": SMALL_TEXT.replace("max_documents = 32", "max_documents = 0"),
         "module": SMALL_TEXT.replace(
             "titan_lowprec.titan.register", "titan_lowprec.titan.regester"
