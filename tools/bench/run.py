@@ -2,10 +2,11 @@
 
     python tools/bench/run.py --op cross_entropy --suite full --output records.jsonl
 
-Implementations of a case run interleaved: every round times each of them once, and the median
-over rounds is reported, so a drifting clock reaches all of them alike. A row whose error is above
-its tolerance is recorded with ``correct: false`` and without a time. `bench_registry.py` says what
-an op's module provides.
+Implementations of a case run interleaved: every round times each of them once, in an order drawn
+anew, and the median over rounds is reported. A drifting clock reaches all of them alike, and so
+does the head start of whoever follows an implementation that leaves the chip cool. A row whose
+error is above its tolerance is recorded with ``correct: false`` and without a time.
+`bench_registry.py` says what an op's module provides.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import gc
 import importlib
 import json
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -124,13 +126,15 @@ def prepare(
 def time_interleaved(
     functions: dict[tuple[str, str], Any], rounds: int, device: torch.device
 ) -> dict[tuple[str, str], float]:
-    """Median microseconds of each function, every round running each once."""
+    """Median microseconds of each function, every round running each once in a random order."""
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in functions}
     for function in functions.values():
         function()
+    order, draw = list(functions), random.Random(0)
     for _ in range(rounds):
-        for key, function in functions.items():
-            samples[key].append(time_once_us(function, device))
+        draw.shuffle(order)
+        for key in order:
+            samples[key].append(time_once_us(functions[key], device))
     return {key: statistics.median(values) for key, values in samples.items()}
 
 

@@ -17,11 +17,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from titan_lowprec.ops.cross_entropy.common import HeadSpec
-from titan_lowprec.ops.cross_entropy.kernel import launch, tiles
-from titan_lowprec.ops.cross_entropy.reference import (
-    form_reference,
-    scale_reference,
-)
+from titan_lowprec.ops.cross_entropy.kernel import launch, round_triton, tiles
+from titan_lowprec.ops.cross_entropy.reference import form_reference
 
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
 
@@ -63,10 +60,11 @@ def compare(*, std, softcap, chunk_rows, factor, V=97, N=40, E=32) -> dict[str, 
     needs = {"spec": spec, "need_hidden": True, "need_weight": True}
     mine = launch.form_triton(hidden, weight, labels, scale, **needs)
     truth = form_reference(hidden.double(), weight.double(), labels, scale, **needs)
-    arguments = (torch.tensor(factor), *mine.tensors()[3:], torch.bfloat16)
-    gradients = launch.scale_triton(*arguments)
-    arguments = (torch.tensor(factor).double(), *truth.tensors()[3:], torch.float64)
-    exact = scale_reference(*arguments)
+    high = mine.grad_weight_high_VE
+    round_triton(high, high, mine.grad_weight_low_VE, torch.tensor(factor), torch.bfloat16)
+    grad_hidden = (mine.grad_hidden_NE * factor).bfloat16()
+    gradients = (grad_hidden, high.view(torch.bfloat16))
+    exact = (truth.grad_hidden_NE * factor, truth.grad_weight_high_VE * factor)
     valid = labels != -100
     errors = {
         "loss": abs(float(mine.loss_sum.double() / truth.loss_sum) - 1),

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from titan_lowprec.ops.cross_entropy.api import HeadSpec, linear_cross_entropy
+from titan_lowprec.ops.cross_entropy.common import join_float32, split_float32
 
 OP = torch.ops.titan_lowprec.linear_cross_entropy_forward.default
 
@@ -193,6 +194,29 @@ def test_per_token_loss_and_lse_refuse_a_gradient(make_head):
             value.sum().backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_second_backward_raises_or_repeats_never_scales_twice(make_head, dtype):
+    head = make_head(40, 16, 97, dtype=dtype)
+    hidden, weight = head.leaves()
+    loss, _, _ = linear_cross_entropy(hidden, weight, head.labels, **head.options())
+    first = torch.autograd.grad(loss * 0.3, (hidden, weight), retain_graph=True)
+    if dtype == torch.bfloat16:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(loss * 0.3, (hidden, weight))
+    else:
+        second = torch.autograd.grad(loss * 0.3, (hidden, weight))
+        assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+def test_gradient_of_the_head_is_not_copied_again(make_head):
+    head = make_head(40, 16, 97)
+    hidden, weight = head.leaves()
+    loss, _, _ = linear_cross_entropy(hidden, weight, head.labels, **head.options())
+    saved = loss.grad_fn.saved_tensors[1].data_ptr()
+    loss.backward()
+    assert weight.grad.data_ptr() == saved
+
+
 def test_twice_is_the_same_in_bits(make_head):
     head = make_head(130, 32, 257)
     for a, b in zip(run(head), run(head), strict=True):
@@ -253,8 +277,23 @@ def test_opcheck(make_head, need):
     hidden, weight = head.leaves()
     hidden.requires_grad_(need[0])
     weight.requires_grad_(need[1])
-    arguments = (hidden, weight, head.labels, None, -100, 8, 0.0, None, "reference", *need)
+    arguments = (hidden, weight, head.labels, None, -100, 8, 0.0, None, "reference", *need, False)
     torch.library.opcheck(OP, arguments)
+
+
+def test_opcheck_of_the_rounding():
+    high, low = split_float32(torch.randn(6, 8))
+    op = torch.ops.titan_lowprec.linear_cross_entropy_round.default
+    arguments = (high, low, torch.tensor(0.3), torch.bfloat16, "reference")
+    torch.library.opcheck(op, arguments)
+    value = join_float32(high, low)
+    assert torch.equal(op(*arguments), (value * torch.tensor(0.3)).bfloat16())
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -1.5, 2.0**-149, math.inf, math.nan, 1 / 3])
+def test_split_storage_keeps_every_bit(value):
+    x = torch.tensor([[value]])
+    assert torch.equal(join_float32(*split_float32(x)).view(torch.int32), x.view(torch.int32))
 
 
 @pytest.mark.compile

@@ -3,6 +3,8 @@
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from titan_lowprec.ops.cross_entropy.common import (
     Formed,
@@ -15,7 +17,7 @@ from titan_lowprec.ops.cross_entropy.common import (
     label_poison,
     splits,
 )
-from titan_lowprec.ops.cross_entropy.reference import form_reference, scale_reference
+from titan_lowprec.ops.cross_entropy.reference import form_reference, round_reference
 from titan_lowprec.shapes import Float, Float32, Float64, Int64, Tensor
 
 __all__ = ["SAVE_OPS", "HeadSpec", "Impl", "cross_entropy", "linear_cross_entropy"]
@@ -88,8 +90,9 @@ def linear_cross_entropy(
     """Sum the cross-entropy of ``hidden @ weight.T`` without keeping the logits.
 
     Gradients are formed in the forward pass, ``chunk_rows`` rows at a time; the backward pass
-    multiplies them by the incoming gradient. Only the sum is differentiable: weight rows through
-    ``token_weight_N``, not through the per-token loss, which is returned detached.
+    multiplies them by the incoming gradient, the head's (of 16 bits) in place: one backward pass
+    per forward pass. Only the sum is differentiable: weight rows through ``token_weight_N``, not
+    through the per-token loss, which is returned detached.
 
     Args:
         hidden_NE: Output of the last norm.
@@ -134,6 +137,7 @@ def linear_cross_entropy(
         spec.impl,
         grad and hidden_NE.requires_grad,
         grad and weight_VE.requires_grad,
+        True,
     )
     return loss_sum, per_token_N.detach(), lse_N.detach()
 
@@ -141,11 +145,11 @@ def linear_cross_entropy(
 _FORWARD_SCHEMA = (
     "(Tensor hidden, Tensor weight, Tensor labels, Tensor? token_weight, SymInt ignore_index, "
     "SymInt chunk_rows, float z_loss, float? softcap, str impl, bool need_hidden, "
-    "bool need_weight) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "bool need_weight, bool reuse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-_BACKWARD_SCHEMA = (
-    "(Tensor grad_loss, Tensor grad_hidden, Tensor grad_weight_high, Tensor grad_weight_low, "
-    "ScalarType dtype, str impl) -> (Tensor, Tensor)"
+_ROUND_SCHEMA = (
+    "(Tensor grad_weight_high, Tensor grad_weight_low, Tensor factor, ScalarType dtype, str impl) "
+    "-> Tensor"
 )
 
 
@@ -164,7 +168,9 @@ def _forward(
     impl: Impl,
     need_hidden: bool,
     need_weight: bool,
+    reuse: bool,
 ) -> tuple[Tensor, ...]:
+    """``reuse``: nobody reads the last three results, so the backward pass may overwrite them."""
     spec = HeadSpec(ignore_index, chunk_rows, z_loss, softcap, impl)
     check_labels(labels, vocabulary=weight.shape[0], ignore_index=ignore_index)
     form = form_reference
@@ -197,6 +203,7 @@ def _forward_fake(
     impl: Impl,
     need_hidden: bool,
     need_weight: bool,
+    reuse: bool,
 ) -> tuple[Tensor, ...]:
     (N, E), V = hidden.shape, weight.shape[0]
     rows, split = V if need_weight else 0, splits(weight.dtype)
@@ -211,38 +218,42 @@ def _forward_fake(
     ).tensors()
 
 
-@torch.library.custom_op(
-    "titan_lowprec::linear_cross_entropy_backward", mutates_args=(), schema=_BACKWARD_SCHEMA
-)
-def _backward(
-    grad_loss: Tensor,
-    grad_hidden: Tensor,
-    grad_weight_high: Tensor,
-    grad_weight_low: Tensor,
-    dtype: torch.dtype,
-    impl: Impl,
-) -> tuple[Tensor, Tensor]:
-    scale = scale_reference
+def _round_into(
+    out: Tensor, high: Tensor, low: Tensor, factor: Tensor, dtype: torch.dtype, impl: Impl
+) -> Tensor:
+    """Round split fp32 values into ``out`` (which may be ``high``) and return it as ``dtype``."""
     if impl == "triton":
-        from titan_lowprec.ops.cross_entropy.kernel import scale_triton
+        from titan_lowprec.ops.cross_entropy.kernel import round_triton
 
-        scale = scale_triton
-    return scale(grad_loss, grad_hidden, grad_weight_high, grad_weight_low, dtype)
+        round_triton(out, high, low, factor, dtype)
+    else:
+        round_reference(out, high, low, factor, dtype)
+    return out.view(dtype)
 
 
-@_backward.register_fake
-def _backward_fake(
-    grad_loss: Tensor,
-    grad_hidden: Tensor,
+@torch.library.custom_op(
+    "titan_lowprec::linear_cross_entropy_round", mutates_args=(), schema=_ROUND_SCHEMA
+)
+def _round(
     grad_weight_high: Tensor,
     grad_weight_low: Tensor,
+    factor: Tensor,
     dtype: torch.dtype,
     impl: Impl,
-) -> tuple[Tensor, Tensor]:
-    return (
-        grad_hidden.new_empty(grad_hidden.shape, dtype=dtype),
-        grad_weight_high.new_empty(grad_weight_high.shape, dtype=dtype),
-    )
+) -> Tensor:
+    out = torch.empty_like(grad_weight_high)
+    return _round_into(out, grad_weight_high, grad_weight_low, factor, dtype, impl)
+
+
+@_round.register_fake
+def _round_fake(
+    grad_weight_high: Tensor,
+    grad_weight_low: Tensor,
+    factor: Tensor,
+    dtype: torch.dtype,
+    impl: Impl,
+) -> Tensor:
+    return torch.empty_like(grad_weight_high, dtype=dtype)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -250,16 +261,26 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[3:])
-    ctx.dtype, ctx.impl = inputs[0].dtype, inputs[8]
+    ctx.dtype, ctx.impl, ctx.reuse = inputs[0].dtype, inputs[8], inputs[11]
 
 
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
-    nothing = (None,) * 9
+    nothing = (None,) * 10
     if grad_loss is None:
         return None, None, *nothing
-    grad_hidden, grad_weight = torch.ops.titan_lowprec.linear_cross_entropy_backward(
-        grad_loss, *ctx.saved_tensors, ctx.dtype, ctx.impl
-    )
+    grad_hidden, grad_weight, low = ctx.saved_tensors
+    grad_hidden = (grad_hidden * grad_loss).to(ctx.dtype)
+    if not splits(ctx.dtype):
+        grad_weight = grad_weight * grad_loss
+    elif ctx.reuse and type(grad_weight) is Tensor and not _get_current_dispatch_mode_stack():
+        # In place: a second copy of the head's gradient would be most of the op's memory.
+        # Autograd sees the new version of a saved tensor, so a second backward pass raises.
+        increment_version(grad_weight)
+        grad_weight = _round_into(grad_weight, grad_weight, low, grad_loss, ctx.dtype, ctx.impl)
+    else:  # traced, among others
+        grad_weight = torch.ops.titan_lowprec.linear_cross_entropy_round(
+            grad_weight, low, grad_loss, ctx.dtype, ctx.impl
+        )
     need_hidden, need_weight = ctx.needs_input_grad[:2]
     return grad_hidden if need_hidden else None, grad_weight if need_weight else None, *nothing
 

@@ -14,7 +14,6 @@ from titan_lowprec.ops.cross_entropy.kernel.tiles import LOGITS, WEIGHT, LogitsT
 from titan_lowprec.ops.cross_entropy.kernel.weight_gradient import (
     add_label_gradient,
     add_weight_gradient,
-    round_scaled,
 )
 from titan_lowprec.shapes import Float, Int64, Tensor
 
@@ -143,18 +142,3 @@ def _multiply_fp32(p_CV: Tensor, weight_VE: Tensor, *, out: Tensor) -> None:
         torch.mm(p_CV.float(), weight_VE.float(), out=out)
     else:
         torch.mm(p_CV, weight_VE, out_dtype=torch.float32, out=out)
-
-
-def scale_triton(
-    grad_loss: Float[Tensor, ""],
-    grad_hidden_NE: Float[Tensor, "Ng E"],
-    grad_weight_high_VE: Tensor,
-    grad_weight_low_VE: Tensor,
-    dtype: torch.dtype,
-) -> tuple[Float[Tensor, "Ng E"], Float[Tensor, "Vg E"]]:
-    """Both gradients times the incoming one, rounded once to ``dtype``."""
-    hidden_NE = (grad_hidden_NE * grad_loss).to(dtype)
-    weight_VE = torch.empty_like(grad_weight_high_VE, dtype=dtype)
-    if weight_VE.numel() > 0:
-        round_scaled(weight_VE, grad_weight_high_VE, grad_weight_low_VE, grad_loss)
-    return hidden_NE, weight_VE

@@ -1,7 +1,9 @@
 """Gradient of the head: one exact fp32 sum over chunks, kept as two 16-bit halves."""
 
+import torch
 import triton
 import triton.language as tl
+from jaxtyping import Int16
 
 from titan_lowprec.ops.cross_entropy.kernel.tiles import WeightTile, descriptor, programs
 from titan_lowprec.shapes import Float, Int32, Int64, Tensor
@@ -23,27 +25,6 @@ def _low(x):
 
 
 @triton.jit
-def _prefetch(ptr, v0, e0, V, E, BLOCK_V: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Ask for a tile of 16-bit values in L2, one line of 128 bytes at a time.
-
-    The sum so far is read after the tile's GEMM; asked for before it, it arrives meanwhile.
-    """
-    rows = v0 + tl.arange(0, BLOCK_V)
-    columns = e0 + 64 * tl.arange(0, BLOCK_E // 64)
-    rows = tl.minimum(rows, V - 1).to(tl.int64)
-    columns = tl.minimum(columns, E - 1)
-    line = ptr + rows[:, None] * E + columns[None, :]  # [BLOCK_V, BLOCK_E // 64]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [line.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _add(acc, high_desc, low_desc, row, column, ACCUMULATE: tl.constexpr):
     if ACCUMULATE:
         acc += _join(high_desc.load([row, column]), low_desc.load([row, column]))
@@ -57,8 +38,6 @@ def weight_gradient_kernel(
     x_desc,
     high_desc,
     low_desc,
-    high_ptr,
-    low_ptr,
     C,
     V,
     E,
@@ -67,7 +46,6 @@ def weight_gradient_kernel(
     BLOCK_C: tl.constexpr,
     SPLIT: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
@@ -77,9 +55,6 @@ def weight_gradient_kernel(
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
         v0 = (tile // width_tiles) * BLOCK_V
         e0 = (tile % width_tiles) * BLOCK_E
-        if PREFETCH:
-            _prefetch(high_ptr, v0, e0, V, E, BLOCK_V, BLOCK_E)
-            _prefetch(low_ptr, v0, e0, V, E, BLOCK_V, BLOCK_E)
         acc = tl.zeros((BLOCK_V, BLOCK_E), dtype=tl.float32)
         for k in range(0, C, BLOCK_C):
             p = p_desc.load([k, v0])  # [BLOCK_C, BLOCK_V]
@@ -147,13 +122,14 @@ def label_gradient_kernel(
 
 @triton.jit
 def round_kernel(out_ptr, high_ptr, low_ptr, factor_ptr, count, BLOCK: tl.constexpr):
-    """``out = bf16(factor * join(high, low))``."""
+    """``out`` (which may be ``high``) becomes the bits of ``bf16(factor * join(high, low))``."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     value = _join(
         tl.load(high_ptr + at, mask=inside, other=0), tl.load(low_ptr + at, mask=inside, other=0)
     )
-    tl.store(out_ptr + at, (value * tl.load(factor_ptr)).to(tl.bfloat16), mask=inside)
+    rounded = (value * tl.load(factor_ptr)).to(tl.bfloat16)
+    tl.store(out_ptr + at, rounded.to(tl.int16, bitcast=True), mask=inside)
 
 
 def add_weight_gradient(
@@ -175,8 +151,6 @@ def add_weight_gradient(
         descriptor(x_CE, (tile.reduction, tile.width)),
         descriptor(high_VE, (tile.columns, part)),
         descriptor(low_VE, (tile.columns, part)),
-        high_VE,
-        low_VE,
         C,
         V,
         E,
@@ -185,7 +159,6 @@ def add_weight_gradient(
         BLOCK_C=tile.reduction,
         SPLIT=tile.split,
         ACCUMULATE=accumulate,
-        PREFETCH=accumulate and x_CE.device.type == "cuda",
         PROGRAMS=count,
         FLATTEN=tile.resident > 0,
         num_warps=tile.warps,
@@ -219,11 +192,17 @@ def add_label_gradient(
     )
 
 
-def round_scaled(
-    out_VE: Tensor, high_VE: Tensor, low_VE: Tensor, factor: Float[Tensor, ""]
+def round_triton(
+    out_VE: Int16[Tensor, "V E"],
+    high_VE: Int16[Tensor, "V E"],
+    low_VE: Int16[Tensor, "V E"],
+    factor: Float[Tensor, ""],
+    dtype: torch.dtype,
 ) -> None:
-    """``out = bf16(factor * value)`` of split fp32 values, rounded once."""
-    count, block = out_VE.numel(), 4096
-    round_kernel[(triton.cdiv(count, block),)](
-        out_VE, high_VE, low_VE, factor, count, BLOCK=block, num_warps=8
-    )
+    """As `round_reference`; bf16 alone."""
+    assert dtype == torch.bfloat16
+    count, block = high_VE.numel(), 4096
+    if count > 0:
+        round_kernel[(triton.cdiv(count, block),)](
+            out_VE, high_VE, low_VE, factor, count, BLOCK=block, num_warps=8
+        )
