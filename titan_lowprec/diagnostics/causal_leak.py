@@ -42,9 +42,9 @@ def attention_results(
     impl: Impl = "reference",
 ) -> tuple[Tensor, ...]:
     """Compute O, LSE, dQ, dK and dV at a fixed incoming gradient."""
-    leaves = [x.detach().clone().requires_grad_() for x in (q_NHD, k_NJD, v_NJD)]
-    result = attention_packed(*leaves, cu_seqlens_RM, spec=spec, impl=impl)
-    gradients = torch.autograd.grad(result.out_NHD, leaves, grad_out_NHD)
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q_NHD, k_NJD, v_NJD))
+    result = attention_packed(q, k, v, cu_seqlens_RM, spec=spec, impl=impl)
+    gradients = torch.autograd.grad(result.out_NHD, (q, k, v), grad_out_NHD)
     return result.out_NHD.detach(), result.lse_NH, *gradients
 
 
@@ -90,11 +90,13 @@ def probe_prefix(
     before = attention_results(*inputs, cu_seqlens_RM, spec=spec, impl=impl)
     again = attention_results(*inputs, cu_seqlens_RM, spec=spec, impl=impl)
     generator = torch.Generator().manual_seed(seed)
-    changed = []
-    for x in inputs:
+
+    def with_new_suffix(x: Tensor) -> Tensor:
         fresh = torch.randn(x[change_at:].shape, generator=generator) * size
-        changed.append(torch.cat((x[:change_at], fresh.to(x.dtype).to(x.device))))
-    after = attention_results(*changed, cu_seqlens_RM, spec=spec, impl=impl)
+        return torch.cat((x[:change_at], fresh.to(x.dtype).to(x.device)))
+
+    q, k, v, grad_out = (with_new_suffix(x) for x in inputs)
+    after = attention_results(q, k, v, grad_out, cu_seqlens_RM, spec=spec, impl=impl)
     largest = {}
     for name, a, b in zip(("O", "LSE", "dQ"), before, after, strict=False):
         a, b = (x[:change_at].double().reshape(change_at, -1) for x in (a, b))

@@ -32,6 +32,7 @@ def gaussian(case):
 # LSE with bf16 inputs, each with a tenth of slack. Measured: bf16 0.0030, 0.0041, 7e-7; mxfp8
 # 0.052, 0.068, 0.14; nvfp4_mixed 0.151, 0.151, 0.31; nvfp4_full 0.202, 0.297, 0.31.
 BOUNDS = {
+    "fp32": (2e-6, 2e-6, 2e-6),
     "bf16": (0.0034, 0.0045, 2e-6),
     "mxfp8": (0.057, 0.075, 0.16),
     "nvfp4_mixed": (0.167, 0.167, 0.35),
@@ -41,7 +42,7 @@ BOUNDS = {
 
 @pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize("mask", ["causal", "full"])
-@pytest.mark.parametrize("name", ["bf16", "mxfp8", "nvfp4_mixed", "nvfp4_full"])
+@pytest.mark.parametrize("name", BOUNDS)
 def test_output_lse_and_gradients_are_near_float64(name, mask, case):
     spec = named_specs(mask)[name]
     inputs = gaussian(case)
@@ -51,6 +52,8 @@ def test_output_lse_and_gradients_are_near_float64(name, mask, case):
     for key, exact in truth.named().items():
         bound = forward_bound if key == "out" else gradient_bound
         assert actual[key].dtype == case.dtype
+        if name == "fp32" and case.dtype == torch.bfloat16:
+            bound = 0.0025  # the results themselves are rounded
         # A single token has gradients 0 in q and k: its errors are measured against G.
         size = exact.norm() if exact.norm() > 0 else inputs.grad_out_NHD.double().norm()
         assert (actual[key].double() - exact).norm() <= bound * size, key
@@ -70,6 +73,8 @@ def test_every_option_stays_near_float64(name):
     forward_bound, gradient_bound, _ = BOUNDS[CAUSAL[name].recipe]
     for key, exact in truth.named().items():
         bound = forward_bound if key == "out" else gradient_bound
+        if name == "fp32":
+            bound = 0.0025  # the results themselves are rounded to bf16
         assert relative_l2(actual[key], exact) <= bound, key
         assert (actual[key][-3:] == 0).all()
 

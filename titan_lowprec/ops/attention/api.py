@@ -7,11 +7,10 @@ from typing import Any, Literal
 
 import torch
 
+from titan_lowprec.ops.attention.checks import check_head_dim, check_inputs
 from titan_lowprec.ops.attention.common import (
     SAVED_SLOTS,
-    Gradients,
     Saved,
-    check_head_dim,
     empty_slot,
     operand_dtype,
 )
@@ -81,7 +80,7 @@ def attention_packed(
     Source:
         arXiv:2611.03344; packed strict causality is this project's.
     """
-    _check_inputs(q_NHD, k_NJD, v_NJD, cu_seqlens_RM, spec, impl)
+    check_inputs(q_NHD, k_NJD, v_NJD, cu_seqlens_RM, spec, impl)
     offsets = cu_seqlens_RM if cu_seqlens_RM.ndim == 2 else cu_seqlens_RM[None]
     outputs = torch.ops.titan_lowprec.attention_forward(
         q_NHD, k_NJD, v_NJD, offsets, spec.encode(), impl
@@ -111,7 +110,6 @@ def attention(
 
     Raises:
         ValueError: As in ``attention_packed``; also where ``T`` and ``S`` differ.
-        TypeError: As in ``attention_packed``.
 
     Numerics:
         The packed path, with one document per row.
@@ -126,10 +124,10 @@ def attention(
             f"q {tuple(q_BHTD.shape)} and k {tuple(k_BJSD.shape)}; cross-length attention (a "
             "decoding step, a prefix cache, cross attention) is not supported"
         )
-    packed = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BJSD, v_BJSD))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BJSD, v_BJSD))
     offsets = torch.arange(2, dtype=torch.int32, device=q_BHTD.device) * T
-    result = attention_packed(*packed, offsets.expand(B, 2), spec=spec, impl=impl)
-    return result.out_NHD.unflatten(0, (B, T)).transpose(1, 2)
+    result = attention_packed(q, k, v, offsets.expand(B, 2), spec=spec, impl=impl)
+    return result.out_NHD.reshape(B, T, *result.out_NHD.shape[1:]).transpose(1, 2)
 
 
 def resolve_impl(
@@ -182,45 +180,6 @@ def _kernel_refusal(device: torch.device, spec: AttentionSpec, head_dim: int) ->
     return kernel.unsupported_reason(spec, head_dim=head_dim, device=device)
 
 
-def _check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, spec: AttentionSpec, impl: str
-) -> None:
-    who = "attention_packed"
-    if impl not in ("reference", "triton"):
-        raise ValueError(
-            f"{who}: impl must be 'reference' or 'triton', got {impl!r}; "
-            "resolve_impl turns 'auto' into one of them"
-        )
-    if q.dtype not in (torch.bfloat16, torch.float32) or not q.dtype == k.dtype == v.dtype:
-        raise TypeError(
-            f"{who}: q, k and v must share bfloat16 or float32, got {q.dtype}, {k.dtype}, "
-            f"{v.dtype}; cast them where they are made"
-        )
-    if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"{who}: q must be (N, H, D), k and v (N, J, D), got {tuple(q.shape)}, "
-            f"{tuple(k.shape)}, {tuple(v.shape)}"
-        )
-    if q.shape[0] != k.shape[0]:
-        raise ValueError(
-            f"{who}: queries and keys must be the same tokens, got {q.shape[0]} and "
-            f"{k.shape[0]}; cross-length attention is not supported"
-        )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
-        raise ValueError(
-            f"{who}: H must be a multiple of J, got {q.shape[1]} query and {k.shape[1]} KV heads"
-        )
-    check_head_dim(spec, q.shape[2])
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"{who}: cu_seqlens must be int32, got {cu_seqlens.dtype}; cast it")
-    rows = 1 if cu_seqlens.ndim == 1 else cu_seqlens.shape[0]
-    if cu_seqlens.ndim not in (1, 2) or rows == 0 or q.shape[0] % rows != 0:
-        raise ValueError(
-            f"{who}: cu_seqlens must be (M + 1,) or (R, M + 1) with R dividing the tokens, got "
-            f"{tuple(cu_seqlens.shape)} for {q.shape[0]} tokens"
-        )
-
-
 @torch.library.custom_op(
     "titan_lowprec::attention_forward",
     mutates_args=(),
@@ -237,13 +196,13 @@ def _attention_forward(
         from titan_lowprec.ops.attention.kernel import forward_triton
 
         forward = forward_triton
-    saved = forward(
-        q.contiguous(), k.contiguous(), v.contiguous(), cu_seqlens.contiguous(), decoded
-    )
+    q, k, v, cu_seqlens = (x.contiguous() for x in (q, k, v, cu_seqlens))
+    saved = forward(q, k, v, cu_seqlens, decoded)
     if not decoded.quantised:
         # These slots are the inputs, which an op may not return; autograd saves them itself.
         hidden = {name: empty_slot(torch.bfloat16, q.device) for name in _INPUT_SLOTS}
-        return tuple(hidden.get(name, getattr(saved, name)) for name in SAVED_SLOTS)
+        named = zip(SAVED_SLOTS, saved.tensors(), strict=True)
+        return tuple(hidden.get(name, tensor) for name, tensor in named)
     return tuple(_as_bytes(tensor) for tensor in saved.tensors())
 
 
@@ -252,7 +211,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
-@torch.library.register_fake("titan_lowprec::attention_forward")
+@_attention_forward.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _attention_forward_fake(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, spec: str, impl: str
 ) -> tuple[Tensor, ...]:
@@ -302,13 +261,12 @@ def _attention_backward(grad_out: Tensor, *saved_and_options: Any) -> tuple[Tens
         from titan_lowprec.ops.attention.kernel import backward_triton
 
         backward = backward_triton
-    gradients: Gradients = backward(
-        grad_out.contiguous(), Saved(**slots), cu_seqlens.contiguous(), decoded
-    )
+    saved = Saved(**slots)
+    gradients = backward(grad_out.contiguous(), saved, cu_seqlens.contiguous(), decoded)
     return gradients.dq_NHD, gradients.dk_NJD, gradients.dv_NJD
 
 
-@torch.library.register_fake("titan_lowprec::attention_backward")
+@_attention_backward.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _attention_backward_fake(grad_out: Tensor, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
     out, k_codes = saved[0], saved[SAVED_SLOTS.index("k_codes")]
     keys = [torch.empty(k_codes.shape, dtype=out.dtype, device=out.device) for _ in range(2)]
@@ -335,8 +293,8 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, *_: Tensor | None) -> tupl
     return (*gradients, None, None, None)
 
 
-torch.library.register_autograd(
-    "titan_lowprec::attention_forward", _differentiate, setup_context=_save_for_backward
+_attention_forward.register_autograd(  # pyright: ignore[reportUnknownMemberType]
+    _differentiate, setup_context=_save_for_backward
 )
 
 SAVE_OPS = frozenset({torch.ops.titan_lowprec.attention_forward.default})

@@ -36,8 +36,9 @@ class Saved:
     ``k4_scale``    empty uint8            empty uint8                  uint8 ``(N, J, D // 16)``
     ==============  =====================  ===========================  ===========================
 
-    ``fp32`` is as bf16, in fp32. Codes of Q and K are those of the rotated vectors when ``rotate`` is set. Scale bytes are
-    biased exponents, one a token and head (the tokens of a block carry equal bytes). The 4-bit
+    ``fp32`` is as bf16, in fp32. Codes of Q and K are those of the rotated vectors when ``rotate``
+    is set. Scale bytes are biased exponents, one a token and head (the tokens of a block carry
+    equal bytes). The 4-bit
     scales are E4M3 bits seen as bytes, the 4-bit codes two a byte, low nibble first. Under
     ``nvfp4_full`` the three code slots hold the (rotated) values in fp32: its copies along
     tokens are made where they are used, as no kernel shares them.
@@ -87,17 +88,3 @@ def empty_slot(dtype: torch.dtype, device: torch.device) -> Tensor:
 def score_factor(head_dim: int) -> float:
     """Factor from a product of decoded Q and K to base-2 scores: ``head_dim**-0.5 * log2(e)``."""
     return head_dim**-0.5 * LOG2_E
-
-
-def check_head_dim(spec: AttentionSpec, head_dim: int) -> None:
-    """Refuse head dimensions that the recipe cannot group or rotate."""
-    if head_dim % 16 != 0 or head_dim <= 0:
-        raise ValueError(
-            f"attention: the head dimension must be a positive multiple of 16, got {head_dim}; "
-            "pad q, k and v with zeros (and keep the scale of the true dimension in mind)"
-        )
-    if spec.rotate and head_dim & (head_dim - 1):
-        raise ValueError(
-            f"attention: rotate=True needs a power of two as head dimension, got {head_dim}; "
-            "use dataclasses.replace(spec, rotate=False)"
-        )

@@ -1,7 +1,7 @@
 """What an attention call computes: one frozen value that names every contested choice."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
 from titan_lowprec.formats.catalogue import E4M3FN
@@ -105,7 +105,7 @@ class AttentionSpec:
     @classmethod
     def fp32(cls, *, mask: Mask) -> "AttentionSpec":
         """Nothing is rounded below fp32: the exact attention of an evaluation; reference only."""
-        return _with_recipe(cls.bf16(mask=mask), "fp32")
+        return replace(cls.bf16(mask=mask), recipe="fp32")
 
     @classmethod
     def mxfp8(cls, *, mask: Mask) -> "AttentionSpec":
@@ -132,12 +132,12 @@ class AttentionSpec:
     @classmethod
     def nvfp4_mixed(cls, *, mask: Mask) -> "AttentionSpec":
         """Scores from NVFP4 Q and K; every other product as in ``mxfp8``."""
-        return _with_recipe(cls.mxfp8(mask=mask), "nvfp4_mixed")
+        return replace(cls.mxfp8(mask=mask), recipe="nvfp4_mixed")
 
     @classmethod
     def nvfp4_full(cls, *, mask: Mask) -> "AttentionSpec":
         """Every product in 4 bits; reference only, for the ablation."""
-        return _with_recipe(cls.mxfp8(mask=mask), "nvfp4_full")
+        return replace(cls.mxfp8(mask=mask), recipe="nvfp4_full")
 
     @property
     def quantised(self) -> bool:
@@ -191,11 +191,6 @@ _TYPES = {
 }
 _FIELDS = tuple(_TYPES)
 _PARSE = {int: int, bool: lambda text: {"True": True, "False": False}[text], str: str}
-
-
-def _with_recipe(spec: AttentionSpec, recipe: Recipe) -> AttentionSpec:
-    values = {name: getattr(spec, name) for name in _FIELDS}
-    return AttentionSpec(**(values | {"recipe": recipe}))
 
 
 def _check_range(spec: AttentionSpec) -> None:

@@ -101,14 +101,16 @@ def _backward_centre(
 def _weights_and_gradients(
     inputs: PairInputs, plan: TilePlan, step: PairStep, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """P, dP and the mask."""
     t, visible = tile_scores(inputs.scores, plan, step, spec)
     P = torch.where(visible, torch.exp2(t - inputs.lse2_QJRT[step.q_tile_P][..., None]), 0.0)
     g = inputs.g_QJRTD[step.q_tile_P]
     v = inputs.v_KJSD[step.k_tile_P]
     pairs, J, R, T, D = g.shape
-    E = torch.matmul(g.reshape(pairs, J, R * T, D), v.transpose(-1, -2)).reshape(t.shape)
-    E = E * inputs.g_factor_QJRT[step.q_tile_P][..., None]
-    E = E * inputs.v_factor_KJS[step.k_tile_P][:, :, None, None, :]
+    product = torch.matmul(g.reshape(pairs, J, R * T, D), v.transpose(-1, -2)).reshape(t.shape)
+    # Row factor, then column factor, as for the scores.
+    by_row = product * inputs.g_factor_QJRT[step.q_tile_P][..., None]
+    E = by_row * inputs.v_factor_KJS[step.k_tile_P][:, :, None, None, :]
     return P, E, visible
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -49,9 +50,10 @@ def plan_tiles(
     row_tokens = total_tokens // max(cu_seqlens_RM.shape[0], 1)
     offsets = cu_seqlens_RM.cpu()
     check_cu_seqlens(offsets, total_tokens=row_tokens)
+    lines = cast(list[list[int]], offsets.tolist())  # pyright: ignore[reportUnknownMemberType]
     documents = tuple(
         (row * row_tokens + start, end - start)
-        for row, line in enumerate(offsets.tolist())
+        for row, line in enumerate(lines)
         for start, end in itertools.pairwise(line)
         if end > start
     )
@@ -88,14 +90,11 @@ def plan_tiles(
 def _tile_tokens(
     documents: tuple[tuple[int, int], ...], tile: int, total_tokens: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    starts, lengths, firsts = [], [], []
-    for start, length in documents:
-        for first in range(0, length, tile):
-            starts.append(start)
-            lengths.append(length)
-            firsts.append(first)
-    table = torch.tensor([starts, lengths, firsts], dtype=torch.int64).reshape(3, -1)
-    start_1, length_1, first_1 = table[:, :, None]
+    tiles = [
+        (start, length, first) for start, length in documents for first in range(0, length, tile)
+    ]
+    table = torch.tensor(tiles, dtype=torch.int64).reshape(-1, 3)
+    start_1, length_1, first_1 = table[:, :1], table[:, 1:2], table[:, 2:]
     position = first_1 + torch.arange(tile)
     token = torch.where(position < length_1, start_1 + position, total_tokens)
     return token.to(device), position.to(device), length_1[:, 0].to(device)
