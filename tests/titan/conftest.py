@@ -18,7 +18,7 @@ SMALL = (
     "--training.local_batch_size=2",
     "--validation.no-enable",
     "--lr_scheduler.warmup_steps=2",
-    "--lr_scheduler.total_steps=20",
+    "--lr_scheduler.total_steps=2000",
 )
 
 

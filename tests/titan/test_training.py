@@ -223,10 +223,15 @@ def test_run_that_diverges_stops_and_keeps_the_last_good_checkpoint(train):
     assert dcp.FileSystemReader(run.folder / "checkpoint" / f"step-{last_good}").read_metadata()
 
 
-def test_validation_is_equal_every_round_and_on_uneven_ranks(train):
+def test_validation_is_equal_every_round_and_on_uneven_ranks(train, tmp_path):
+    documents = tmp_path / "validation.jsonl"
+    lines = [json.dumps({"text": f"document {i} " * (5 + i)}) for i in range(21)]
+    documents.write_text("\n".join(lines))
     frozen = (
+        f"--data.validation_paths={documents}",
+        "--validation.steps=-1",
         "--training.steps=2",
-        "--optimizer.lr=0.0",
+        "--optimizer.lr=1e-30",
         "--validation.enable",
         "--validation.freq=1",
         "--checkpoint.no-enable",
