@@ -13,14 +13,14 @@ from titan_lowprec.titan.config_types import Problem
 class Range:
     """Values that a number may take; ``None`` bounds nothing, ``also`` adds single values."""
 
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
-    below: float | None = None
+    least: int | float | None = None
+    above: int | float | None = None
+    most: int | float | None = None
+    below: int | float | None = None
     multiple_of: int | None = None
     also: tuple[int, ...] = ()
 
-    def __contains__(self, value: float) -> bool:
+    def __contains__(self, value: int | float) -> bool:
         if value in self.also:
             return True
         if not math.isfinite(value):
@@ -49,7 +49,7 @@ class Range:
         ]
         return "be " + " and ".join(words) + "".join(f", or {value}" for value in self.also)
 
-    def remedy(self, value: float) -> str:
+    def remedy(self, value: int | float) -> str:
         """What to do about a value outside of the range."""
         if not math.isfinite(value):
             return "use a finite number"

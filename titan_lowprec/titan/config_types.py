@@ -7,7 +7,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,9 @@ class Problem:
     def __str__(self) -> str:
         return f"{self.key}: must {self.needs}, got {self.value!r}; {self.remedy}"
 
+
+MergedConfig: TypeAlias = Any
+"""TorchTitan's ``JobConfig`` with our fields, a class that is made while a recipe is parsed."""
 
 MODEL = ("model.name", "model.flavor")
 DEGREES = (

@@ -5,25 +5,13 @@ import netrc
 import os
 import sys
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
-from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
+from titan_lowprec.titan.config_types import MergedConfig
 from titan_lowprec.titan.run_record import collect_versions
-
-
-class Tracker(Protocol):
-    """Receives scalars of a step."""
-
-    def log(self, scalars: dict[str, float], step: int) -> None:
-        """Record scalars under their names."""
-        ...
-
-    def close(self) -> None:
-        """Write what is still buffered."""
-        ...
 
 
 class TensorBoardTracker:
@@ -63,7 +51,7 @@ class WandbTracker:
         RuntimeError: wandb could not start.
     """
 
-    def __init__(self, job_config: JobConfig, *, mode: str) -> None:
+    def __init__(self, job_config: MergedConfig, *, mode: str) -> None:
         section = job_config.metrics
         folder = Path(job_config.job.dump_folder).resolve()
         name = section.run_name or os.environ.get("WANDB_RUN_NAME") or folder.name
@@ -103,7 +91,11 @@ class WandbTracker:
         self._run.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
 
 
-def build_trackers(job_config: JobConfig) -> list[Tracker]:
+Tracker: TypeAlias = TensorBoardTracker | WandbTracker
+"""Takes scalars of a step with ``log`` and writes what is left with ``close``."""
+
+
+def build_trackers(job_config: MergedConfig) -> list[Tracker]:
     """The mirrors that ``[metrics]`` asks for; called on the one rank that logs."""
     section = job_config.metrics
     trackers: list[Tracker] = []

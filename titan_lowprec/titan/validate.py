@@ -7,13 +7,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import ConfigManager
 from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_lowprec import _autoload
 from titan_lowprec.data.bundled import resolve_path
 from titan_lowprec.ops.attention.api import resolve_impl
 from titan_lowprec.titan.check_config import check_config
+from titan_lowprec.titan.config_types import MergedConfig
 from titan_lowprec.titan.estimate import memory_estimate, model_size, rows_per_step
 from titan_lowprec.titan.specs import attention_spec
 
@@ -76,7 +77,7 @@ def parse_command(args: list[str]) -> tuple[list[str], int, list[str]]:
     return recipes, world_size, overrides
 
 
-def load_recipe(recipe: str, overrides: list[str]) -> JobConfig:
+def load_recipe(recipe: str, overrides: list[str]) -> MergedConfig:
     """Parse a recipe as training would, and import what it registers."""
     if not Path(recipe).is_file():
         raise ValueError(f"the recipe must be a file, got {recipe!r}; correct the path")
@@ -88,7 +89,7 @@ def load_recipe(recipe: str, overrides: list[str]) -> JobConfig:
     return config
 
 
-def describe(config: JobConfig, *, world_size: int) -> list[tuple[str, str]]:
+def describe(config: MergedConfig, *, world_size: int) -> list[tuple[str, str]]:
     """Check a configuration and resolve what it leaves open.
 
     Returns:
@@ -108,7 +109,7 @@ def describe(config: JobConfig, *, world_size: int) -> list[tuple[str, str]]:
     ]
 
 
-def size_rows(config: JobConfig, world_size: int) -> list[tuple[str, str]]:
+def size_rows(config: MergedConfig, world_size: int) -> list[tuple[str, str]]:
     """Parameters and tokens."""
     size = model_size(config)
     training = config.training
@@ -125,7 +126,7 @@ def size_rows(config: JobConfig, world_size: int) -> list[tuple[str, str]]:
     ]
 
 
-def memory_rows(config: JobConfig, world_size: int) -> list[tuple[str, str]]:
+def memory_rows(config: MergedConfig, world_size: int) -> list[tuple[str, str]]:
     """The estimate and its parts; ``estimate.memory_estimate`` states the formula."""
     memory = memory_estimate(config, world_size=world_size)
     parts = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits")
@@ -134,9 +135,9 @@ def memory_rows(config: JobConfig, world_size: int) -> list[tuple[str, str]]:
     return [("memory per GPU", f"about {memory.total / GIB:.2f} GiB, {processes} ({text})")]
 
 
-def schedule_text(config: JobConfig) -> str:
+def schedule_text(config: MergedConfig) -> str:
     """Peak, warm-up and decay, as TorchTitan adjusts them to the number of steps."""
-    section: Any = config.lr_scheduler
+    section = config.lr_scheduler
     total = section.total_steps if section.total_steps is not None else config.training.steps
     warmup = min(section.warmup_steps, total)
     decay = total - warmup
@@ -151,7 +152,7 @@ def schedule_text(config: JobConfig) -> str:
     return text
 
 
-def data_text(config: JobConfig, paths: list[str]) -> str:
+def data_text(config: MergedConfig, paths: list[str]) -> str:
     """Where documents come from, and what is there."""
     data = config.data
     if data.source == "hf":
@@ -170,7 +171,7 @@ def file_text(path: str) -> str:
     return f"{path} ({count} file{'' if count == 1 else 's'}, {size / 1e6:,.1f} MB)"
 
 
-def validation_rows(config: JobConfig) -> list[tuple[str, str]]:
+def validation_rows(config: MergedConfig) -> list[tuple[str, str]]:
     """The fixed validation set, where there is one."""
     section = config.validation
     if not section.enable:
@@ -180,9 +181,9 @@ def validation_rows(config: JobConfig) -> list[tuple[str, str]]:
     return [("validation", f"every {section.freq} steps, {steps} batches of {files}")]
 
 
-def attention_rows(config: JobConfig) -> list[tuple[str, str]]:
+def attention_rows(config: MergedConfig) -> list[tuple[str, str]]:
     """Recipe, and the implementation on the devices that people use."""
-    section: Any = config.attention
+    section = config.attention
     recipe = section.recipe
     if section.high_precision_layers:
         recipe += f", bf16 in layers {', '.join(section.high_precision_layers)}"
@@ -193,11 +194,11 @@ def attention_rows(config: JobConfig) -> list[tuple[str, str]]:
     ]
 
 
-def implementations(config: JobConfig, head_dim: int) -> dict[str, str]:
+def implementations(config: MergedConfig, head_dim: int) -> dict[str, str]:
     """What ``attention.impl`` becomes on a CPU and on a Hopper GPU, or why it is refused there."""
 
     def resolve(device: str) -> str:
-        spec, requested = attention_spec(config), config.attention.impl  # pyright: ignore
+        spec, requested = attention_spec(config), config.attention.impl
         try:
             return resolve_impl(
                 requested, device=torch.device(device), spec=spec, head_dim=head_dim
