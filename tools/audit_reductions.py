@@ -153,9 +153,9 @@ def audit(name: str, path: LossFunction, N: int, V: int, E: int) -> Finding:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=2048)
-    parser.add_argument("--vocabulary", type=int, default=4096)
-    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--json", action="store_true", help="print JSON lines, not a table")
     arguments = parser.parse_args()
     shape = (arguments.rows, arguments.vocabulary, arguments.width)
