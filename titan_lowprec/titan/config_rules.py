@@ -1,14 +1,17 @@
 """What several settings must fulfil together, for model, attention, loss and parallelism."""
 
 from collections.abc import Iterator
+from unittest import mock
 
-from titan_lowprec.titan.config_types import DEGREES, MODEL, Job, Problem, Rule
+import torch
+
+from titan_lowprec.ops.attention.api import resolve_impl
+from titan_lowprec.titan.config_types import DEGREES, MODEL, Job, MergedConfig, Problem, Rule
+from titan_lowprec.titan.specs import attention_spec
 
 
 def attention_options(job: Job) -> Iterator[Problem]:
     """What ``AttentionSpec`` refuses, in terms of the job file."""
-    from titan_lowprec.titan.specs import attention_spec
-
     try:
         attention_spec(job.config)
     except ValueError as error:
@@ -26,15 +29,28 @@ def attention_impl(job: Job) -> Iterator[Problem]:
         return
     remedy = "set attention.impl to auto or reference"
     if job.device_type != "cuda":
-        yield Problem(
-            "attention.impl", f"be auto or reference on {job.device_type}", "triton", remedy
+        needs = f"be auto or reference on {job.device_type}"
+        yield Problem("attention.impl", needs, "triton", remedy)
+        return
+    try:
+        impl_on_hopper(job.config, job.model_args.head_dim)
+    except ValueError as error:
+        yield Problem("attention.impl", "be one that can do this attention", "triton", str(error))
+
+
+def impl_on_hopper(config: MergedConfig, head_dim: int) -> str:
+    """What ``attention.impl`` becomes on an sm90 GPU, one that need not be here or be woken.
+
+    Raises:
+        ValueError: The implementation that the job names cannot do its attention.
+    """
+    with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
+        return resolve_impl(
+            config.attention.impl,
+            device=torch.device("cuda"),
+            spec=attention_spec(config),
+            head_dim=head_dim,
         )
-    if section.recipe == "nvfp4_full":
-        needs = "not be triton with attention.recipe=nvfp4_full, which has a reference only"
-        yield Problem("attention.impl", needs, "triton", remedy)
-    if section.dq_accum == "fp16_boost":
-        needs = "not be triton with attention.dq_accum=fp16_boost, which has a reference only"
-        yield Problem("attention.impl", needs, "triton", remedy)
 
 
 def head_dim(job: Job) -> Iterator[Problem]:
@@ -185,7 +201,7 @@ def converters(job: Job) -> Iterator[Problem]:
 
 MODEL_RULES = (
     Rule(("attention",), attention_options),
-    Rule(("attention.impl", "attention.recipe", "attention.dq_accum"), attention_impl),
+    Rule((*MODEL, "attention"), attention_impl),
     Rule((*MODEL, "attention.rotate", "attention.recipe"), head_dim),
     Rule((*MODEL, "attention.high_precision_layers"), high_precision_layers),
     Rule(("model.tie_embeddings",), tied_embeddings),

@@ -4,7 +4,6 @@ import glob
 import importlib
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torchtitan.config import ConfigManager
@@ -14,6 +13,7 @@ from titan_lowprec import _autoload
 from titan_lowprec.data.bundled import resolve_path
 from titan_lowprec.ops.attention.api import resolve_impl
 from titan_lowprec.titan.check_config import check_config
+from titan_lowprec.titan.config_rules import impl_on_hopper
 from titan_lowprec.titan.config_types import MergedConfig
 from titan_lowprec.titan.estimate import memory_estimate, model_size, rows_per_step
 from titan_lowprec.titan.specs import attention_spec
@@ -196,20 +196,16 @@ def attention_rows(config: MergedConfig) -> list[tuple[str, str]]:
 
 def implementations(config: MergedConfig, head_dim: int) -> dict[str, str]:
     """What ``attention.impl`` becomes on a CPU and on a Hopper GPU, or why it is refused there."""
-
-    def resolve(device: str) -> str:
-        spec, requested = attention_spec(config), config.attention.impl
-        try:
-            return resolve_impl(
-                requested, device=torch.device(device), spec=spec, head_dim=head_dim
-            )
-        except ValueError as error:
-            return f"refused: {error}"
-
-    # the recipe is resolved for a GPU that need not be in this machine, nor woken if it is
-    with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
-        hopper = resolve("cuda")
-    return {"CPU": resolve("cpu"), "sm90": hopper}
+    try:
+        on_cpu = resolve_impl(
+            config.attention.impl,
+            device=torch.device("cpu"),
+            spec=attention_spec(config),
+            head_dim=head_dim,
+        )
+    except ValueError as error:
+        on_cpu = f"refused: {error}"
+    return {"CPU": on_cpu, "sm90": impl_on_hopper(config, head_dim)}
 
 
 def table(rows: list[tuple[str, str]]) -> str:

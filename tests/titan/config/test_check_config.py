@@ -1,56 +1,17 @@
 import copy
-import json
 import math
-import operator
-from dataclasses import make_dataclass
 from pathlib import Path
 
 import pytest
+from torchtitan.config import ConfigManager
 
-from titan_lowprec import _autoload
+from titan_lowprec.titan.check_config import check_config
 
-_autoload.assume_cpu_without_accelerator()
-
-from torchtitan.config import ConfigManager  # noqa: E402
-
-import titan_lowprec.titan.register  # noqa: E402, F401
-from titan_lowprec.titan.check_config import ConfigError, check_config, find_problems  # noqa: E402
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-SMALL = Path(__file__).with_name("small.toml")
-
-
-def parse(*args, recipe=SMALL):
-    return ConfigManager().parse_args([f"--job.config_file={recipe}", *args])
-
-
-@pytest.fixture(scope="module")
-def small():
-    return parse()
-
-
-def changed(config, settings):
-    config = copy.deepcopy(config)
-    for key, value in settings.items():
-        section, _, name = key.rpartition(".")
-        assert hasattr(operator.attrgetter(section)(config), name), f"no setting {key}"
-        setattr(operator.attrgetter(section)(config), name, value)
-    return config
-
-
-def problems(config, *, device_type="cpu", world_size=1):
-    return [*find_problems(config, device_type=device_type, world_size=world_size)]
-
-
-def message(config, **options):
-    options = {"device_type": "cpu", "world_size": 1} | options
-    with pytest.raises(ConfigError) as caught:
-        check_config(config, **options)
-    return str(caught.value)
+RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
-def test_every_recipe_is_good_on_one_gpu(recipe):
+def test_every_recipe_is_good_on_one_gpu(recipe, parse):
     check_config(parse(recipe=recipe), device_type="cuda", world_size=1)
 
 
@@ -156,7 +117,9 @@ ONE_WRONG = [
 
 
 @pytest.mark.parametrize(("settings", "key", "part"), ONE_WRONG, ids=lambda value: str(value)[:60])
-def test_a_wrong_setting_is_the_one_problem_found(small, settings, key, part):
+def test_a_wrong_setting_is_the_one_problem_found(
+    small, settings, key, part, changed, problems, message
+):
     (problem,) = problems(changed(small, settings))
     assert key in problem.key
     text = message(changed(small, settings))
@@ -164,140 +127,7 @@ def test_a_wrong_setting_is_the_one_problem_found(small, settings, key, part):
     assert part in text
 
 
-PARALLEL_WRONG = [
-    ("pipeline_parallel_degree", 2, 2, "later pipeline stages"),
-    ("context_parallel_degree", 2, 2, "keys of other ranks"),
-    ("expert_parallel_degree", 2, 2, "no experts"),
-    ("tensor_parallel_degree", 4, 4, "divide n_kv_heads=2"),
-    ("data_parallel_shard_degree", 4, 2, "start 4 processes"),
-    ("tensor_parallel_degree", 2, 3, "divide the number of processes, 3"),
-]
-
-
-@pytest.mark.parametrize(("name", "degree", "processes", "part"), PARALLEL_WRONG)
-def test_a_degree_that_does_not_work_is_refused_with_its_reason(
-    small, name, degree, processes, part
-):
-    config = changed(small, {f"parallelism.{name}": degree})
-    (problem,) = problems(config, world_size=processes)
-    assert problem.key in (f"parallelism.{name}", "parallelism.*_degree")
-    assert part in str(problem)
-
-
-def test_tensor_parallelism_needs_logits(small):
-    settings = {"parallelism.tensor_parallel_degree": 2, "loss.impl": "linear_chunked"}
-    (problem,) = problems(changed(small, settings), world_size=2)
-    assert problem.key == "loss.impl"
-    assert "parallelism.tensor_parallel_degree=2" in str(problem)
-
-
-def test_tensor_parallelism_needs_a_divisible_row(small):
-    settings = {
-        "parallelism.tensor_parallel_degree": 2,
-        "training.seq_len": 255,
-        "validation.seq_len": 255,
-    }
-    (problem,) = problems(changed(small, settings), world_size=2)
-    assert "divide training.seq_len=255" in str(problem)
-
-
-def test_the_global_batch_counts_ranks_with_different_rows_only(small):
-    config = changed(small, {"training.global_batch_size": 16})
-    assert problems(config, world_size=2) == []
-    (problem,) = problems(config, world_size=4)
-    assert "x 4 data-parallel ranks" in str(problem)
-    split = changed(config, {"parallelism.tensor_parallel_degree": 2})
-    assert problems(split, world_size=4) == []
-
-
-@pytest.mark.parametrize(
-    ("settings", "part"),
-    [({"recipe": "nvfp4_full"}, "nvfp4_full"), ({"dq_accum": "fp16_boost"}, "fp16_boost")],
-)
-def test_triton_is_refused_where_only_a_reference_exists(small, settings, part):
-    settings = {f"attention.{name}": value for name, value in settings.items()}
-    config = changed(small, {**settings, "attention.impl": "triton"})
-    (problem,) = problems(config, device_type="cuda")
-    assert problem.key == "attention.impl"
-    assert part in str(problem)
-
-
-def flavor(**changes):
-    fixed = {"n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "vocab_size": 2048}
-    args = fixed | changes
-    return make_dataclass("Args", [(name, int) for name in args])(**args)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "rotate", "keys"),
-    [
-        (96, True, ["attention.rotate"]),
-        (96, False, []),
-        (40, True, ["model.flavor", "attention.rotate"]),
-        (72, False, ["model.flavor"]),
-        (16, True, []),
-    ],
-)
-def test_head_dimensions(small, monkeypatch, head_dim, rotate, keys):
-    from torchtitan.protocols.train_spec import get_train_spec
-
-    monkeypatch.setitem(get_train_spec("llama3_lowprec").model_args, "x", flavor(head_dim=head_dim))
-    config = changed(small, {"model.flavor": "x", "attention.rotate": rotate})
-    assert [problem.key for problem in problems(config)] == keys
-
-
-def test_a_head_dimension_that_cannot_rotate_is_fine_in_bf16(small, monkeypatch):
-    from torchtitan.protocols.train_spec import get_train_spec
-
-    monkeypatch.setitem(get_train_spec("llama3_lowprec").model_args, "x", flavor(head_dim=96))
-    assert problems(changed(small, {"model.flavor": "x", "attention.recipe": "bf16"})) == []
-
-
-def test_a_tokenizer_with_more_ids_than_the_embedding_is_refused(small, tmp_path):
-    content = {
-        "model": {"vocab": {"a": 0, "b": 1}},
-        "added_tokens": [{"id": 2048, "content": "<eos>"}],
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    (problem,) = problems(changed(small, {"data.tokenizer": str(tmp_path)}))
-    assert problem.key == "data.tokenizer"
-    assert "vocab_size=2048" in str(problem)
-    assert "has 2049" in str(problem)
-    content["added_tokens"][0]["id"] = 2047
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    assert problems(changed(small, {"data.tokenizer": str(tmp_path)})) == []
-
-
-def test_an_export_at_the_end_may_hold_the_model_only(small):
-    settings = {"checkpoint.last_save_model_only": True, "checkpoint.last_save_in_hf": True}
-    assert problems(changed(small, settings)) == []
-
-
-def test_weights_need_checkpointing_to_be_enabled(small, tmp_path):
-    settings = {"checkpoint.enable": False, "checkpoint.initial_load_path": str(tmp_path)}
-    (problem,) = problems(changed(small, settings))
-    assert problem.key == "checkpoint.enable"
-
-
-def test_hugging_face_weights_in_a_folder_are_accepted(small, tmp_path):
-    settings = {"checkpoint.initial_load_in_hf": True, "model.hf_assets_path": str(tmp_path)}
-    assert len(problems(changed(small, settings))) == 1
-    (tmp_path / "model.safetensors").touch()
-    assert problems(changed(small, settings)) == []
-    settings["checkpoint.initial_load_model_only"] = False
-    (problem,) = problems(changed(small, settings))
-    assert problem.key == "checkpoint.initial_load_model_only"
-
-
-def test_wandb_must_be_installed(small, monkeypatch):
-    import importlib.util
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (problem,) = problems(changed(small, {"metrics.enable_wandb": True}))
-    assert problem.key == "metrics.enable_wandb"
-
-
-def test_all_problems_are_in_one_message(small):
+def test_all_problems_are_in_one_message(small, changed, message):
     settings = {
         "training.steps": "12",
         "attention.tile_q": 33,
@@ -312,13 +142,13 @@ def test_all_problems_are_in_one_message(small):
         assert repr(value if key != "data.paths" else "no/such/file") in text
 
 
-def test_a_rule_is_left_out_where_its_own_setting_is_wrong_already(small):
+def test_a_rule_is_left_out_where_its_own_setting_is_wrong_already(small, changed, problems):
     settings = {"training.local_batch_size": 0, "training.global_batch_size": 3}
     (problem,) = problems(changed(small, settings))
     assert problem.key == "training.local_batch_size"
 
 
-def test_a_section_that_is_no_section_is_one_problem(small):
+def test_a_section_that_is_no_section_is_one_problem(small, problems):
     config = copy.deepcopy(small)
     config.attention = 3
     (problem,) = problems(config)
@@ -326,16 +156,19 @@ def test_a_section_that_is_no_section_is_one_problem(small):
     assert "[attention]" in problem.remedy
 
 
-def test_strings_that_come_from_a_file_are_found(tmp_path):
+def test_strings_that_come_from_a_file_are_found(tmp_path, problems, parse):
     text = (
-        SMALL.read_text().replace("steps = 200", 'steps = "200"').replace("lr = 3e-3", 'lr = "a"')
+        (Path(__file__).parents[1] / "small.toml")
+        .read_text()
+        .replace("steps = 200", 'steps = "200"')
+        .replace("lr = 3e-3", 'lr = "a"')
     )
     (tmp_path / "recipe.toml").write_text(text)
     found = problems(parse(recipe=tmp_path / "recipe.toml"))
     assert {problem.key for problem in found} == {"training.steps", "optimizer.lr"}
 
 
-def test_a_recipe_without_our_sections_says_what_to_set():
+def test_a_recipe_without_our_sections_says_what_to_set(message):
     text = message(ConfigManager().parse_args([]))
     assert "job.custom_config_module" in text
     assert "titan_lowprec.titan.register" in text

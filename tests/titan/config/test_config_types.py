@@ -2,26 +2,13 @@ import math
 import operator
 import typing
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 
 import pytest
 
-from titan_lowprec import _autoload
-
-_autoload.assume_cpu_without_accelerator()
-
-from torchtitan.config import ConfigManager  # noqa: E402
-
-from titan_lowprec.titan.config_ranges import RANGES, Range  # noqa: E402
-from titan_lowprec.titan.config_rules import MODEL_RULES  # noqa: E402
-from titan_lowprec.titan.config_run_rules import RUN_RULES  # noqa: E402
-from titan_lowprec.titan.config_types import conforms, type_problems  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def small():
-    recipe = Path(__file__).with_name("small.toml")
-    return ConfigManager().parse_args([f"--job.config_file={recipe}"])
+from titan_lowprec.titan.config_ranges import RANGES, Range
+from titan_lowprec.titan.config_rules import MODEL_RULES
+from titan_lowprec.titan.config_run_rules import RUN_RULES
+from titan_lowprec.titan.config_types import conforms, type_problems
 
 
 @pytest.mark.parametrize(
