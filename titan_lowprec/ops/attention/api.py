@@ -8,12 +8,7 @@ from typing import Any, Literal
 import torch
 
 from titan_lowprec.ops.attention.checks import check_head_dim, check_inputs
-from titan_lowprec.ops.attention.common import (
-    SAVED_SLOTS,
-    Saved,
-    empty_slot,
-    operand_dtype,
-)
+from titan_lowprec.ops.attention.common import SAVED_SLOTS, Saved, empty_slot, operand_dtype
 from titan_lowprec.ops.attention.reference.backward import backward_reference
 from titan_lowprec.ops.attention.reference.forward import forward_reference
 from titan_lowprec.ops.attention.spec import AttentionSpec
