@@ -27,7 +27,7 @@ from titan_lowprec.ops.attention.reference.forward import forward_reference
 from titan_lowprec.ops.attention.reference.pairs import pair_inputs, pair_terms
 from titan_lowprec.ops.attention.reference.tiles import plan_tiles
 from titan_lowprec.testing.accuracy import attention_truth, cosine, relative_l2, row_gain_error
-from titan_lowprec.testing.cases import PackedCase, packed_inputs
+from titan_lowprec.testing.cases import InputKind, PackedCase, packed_inputs
 
 change = dataclasses.replace
 MXFP8 = AttentionSpec.mxfp8(mask="causal")
@@ -88,31 +88,29 @@ def fidelity(options: Options) -> list[Row]:
 
 
 def rotation(options: Options) -> list[Row]:
-    """Rotation with one hot channel in q and k (times 30), and without one: cosine of O."""
+    """Rotation with outliers in q and k: cosine of O without and with it."""
+    kinds: tuple[tuple[InputKind, float, str], ...] = (
+        ("gaussian", 1.0, "-"),
+        ("hot_channel", 8.0, "-"),
+        ("hot_channel", 30.0, "-"),
+        ("outlier_entries", 10.0, "-"),
+        ("outlier_entries", 30.0, "NVFP4 0.937 off, 0.857 on in an example of its own"),
+    )
     rows = []
-    papers = {("nvfp4_mixed", 30.0): "NVFP4 0.937 off, 0.857 on (its outlier example)"}
-    for name, spec in (("mxfp8", MXFP8), ("nvfp4_mixed", MIXED)):
-        for strength in (1.0, 8.0, 30.0):
-            inputs = packed_inputs(
-                options.case(1024),
-                kind="hot_channel",
-                strength=strength,
-                seed=0,
-                device=options.device,
-            )
-            truth = attention_truth(*inputs.tensors(), inputs.cu_seqlens_RM, mask="causal")
-            found = [
-                cosine(
-                    forward_reference(
-                        *inputs.tensors()[:3], inputs.cu_seqlens_RM, change(spec, rotate=rotate)
-                    ).out_NHD,
-                    truth.out_NHD,
-                )
-                for rotate in (False, True)
-            ]
-            paper = papers.get((name, strength), "-")
-            ours = f"{found[0]:.4f} off, {found[1]:.4f} on"
-            rows.append(Row(f"{name}, channel x {strength:g}", paper, ours))
+    for kind, strength, paper in kinds:
+        inputs = packed_inputs(
+            options.case(1024), kind=kind, strength=strength, seed=0, device=options.device
+        )
+        truth = attention_truth(*inputs.tensors(), inputs.cu_seqlens_RM, mask="causal").out_NHD
+        cells = []
+        for spec in (MXFP8, MIXED):
+            found = []
+            for rotate in (False, True):
+                rotated = change(spec, rotate=rotate)
+                saved = forward_reference(*inputs.tensors()[:3], inputs.cu_seqlens_RM, rotated)
+                found.append(cosine(saved.out_NHD, truth))
+            cells.append(f"{spec.recipe} {found[0]:.4f} off, {found[1]:.4f} on")
+        rows.append(Row(f"{kind}, {strength:g}", paper, "; ".join(cells)))
     return rows
 
 
@@ -247,6 +245,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--sections", nargs="+", choices=[f.__name__ for f in SECTIONS])
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
     options = Options(arguments.length, arguments.heads, arguments.device)
@@ -259,6 +258,8 @@ def main() -> None:
     ]
     print("\n".join(lines), flush=True)
     for section in SECTIONS:
+        if arguments.sections and section.__name__ not in arguments.sections:
+            continue
         assert section.__doc__ is not None
         block = ["", f"## {section.__doc__.splitlines()[0]}", "", "| case | paper | ours |"]
         block.append("|---|---|---|")
