@@ -40,7 +40,7 @@ def commands(options: argparse.Namespace) -> list[tuple[str, list[str]]]:
         ("format", module("ruff", "format", "--check", ".")),
         ("lint", module("ruff", "check", ".")),
         ("imports", [str(Path(sys.executable).parent / "lint-imports")]),
-        ("types", module("pyright")),
+        ("types", module("pyright", "--pythonpath", sys.executable)),
     ]
     slow = "" if options.all else " and not slow"
     checks.append(("tests", pytest(f"not compile and not gpu{slow}", *SHAPE_CHECKS)))

@@ -6,7 +6,8 @@ from unittest import mock
 import torch
 
 from titan_lowprec.ops.attention.api import resolve_impl
-from titan_lowprec.titan.config_types import DEGREES, MODEL, Job, MergedConfig, Problem, Rule
+from titan_lowprec.titan.config_types import DEGREES, MODEL, Job, Problem, Rule
+from titan_lowprec.titan.merged_config import MergedJobConfig
 from titan_lowprec.titan.specs import attention_spec
 
 
@@ -38,7 +39,7 @@ def attention_impl(job: Job) -> Iterator[Problem]:
         yield Problem("attention.impl", "be one that can do this attention", "triton", str(error))
 
 
-def impl_on_hopper(config: MergedConfig, head_dim: int) -> str:
+def impl_on_hopper(config: MergedJobConfig, head_dim: int) -> str:
     """What ``attention.impl`` becomes on an sm90 GPU, one that need not be here or be woken.
 
     Raises:

@@ -7,7 +7,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,6 @@ class Problem:
     def __str__(self) -> str:
         return f"{self.key}: must {self.needs}, got {self.value!r}; {self.remedy}"
 
-
-MergedConfig: TypeAlias = Any
-"""TorchTitan's ``JobConfig`` with our fields, a class that is made while a recipe is parsed."""
 
 MODEL = ("model.name", "model.flavor")
 DEGREES = (

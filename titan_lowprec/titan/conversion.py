@@ -3,14 +3,14 @@
 from collections import Counter
 
 import torch.nn as nn
-from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
 from titan_lowprec.titan.check_config import ConfigError
 from titan_lowprec.titan.llama3.model import LowprecHead
+from titan_lowprec.titan.merged_config import MergedJobConfig
 
 
-def check_conversion(model: nn.Module, job_config: JobConfig) -> None:
+def check_conversion(model: nn.Module, job_config: MergedJobConfig) -> None:
     """Log how many linear layers each kind has; refuse converters that changed none.
 
     Raises:

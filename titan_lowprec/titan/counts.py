@@ -1,7 +1,6 @@
 """What one optimizer step contains, counted on the host and summed over ranks."""
 
 from dataclasses import astuple, dataclass, fields
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ class StepCounts:
     """Sum of the rows' 64-bit hashes, as a signed integer modulo 2**64."""
 
     @classmethod
-    def of(cls, microbatches: list[Batch]) -> Self:
+    def of(cls, microbatches: list[Batch]) -> "StepCounts":
         """Count a rank's microbatches, which are still on the host."""
         totals = [0] * len(fields(cls))
         for inputs, labels in microbatches:

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.config import JobConfig
 from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_lowprec.data.dataset import PackedDataset, build_packed_dataset
 from titan_lowprec.data.evaluation import validation_batches
 from titan_lowprec.data.loader import Batch, PackedLoader
 from titan_lowprec.data.spec import DataSpec
+from titan_lowprec.titan.merged_config import MergedJobConfig
 
 
-def data_spec(job_config: JobConfig) -> DataSpec:
+def data_spec(job_config: MergedJobConfig) -> DataSpec:
     """The ``[data]`` section as a data specification.
 
     Raises:
@@ -49,7 +49,7 @@ def data_spec(job_config: JobConfig) -> DataSpec:
     )
 
 
-def validation_spec(job_config: JobConfig) -> DataSpec:
+def validation_spec(job_config: MergedJobConfig) -> DataSpec:
     """The fixed validation set: the same tokenizer and packing over ``data.validation_paths``."""
     return replace(
         data_spec(job_config),
@@ -70,14 +70,14 @@ def open_dataset(spec: DataSpec, vocab_size: int) -> PackedDataset:
     return dataset
 
 
-def model_vocab_size(job_config: JobConfig) -> int:
+def model_vocab_size(job_config: MergedJobConfig) -> int:
     """The vocabulary of the configured flavor."""
-    flavors = get_train_spec(job_config.model.name).model_args
+    flavors: Any = get_train_spec(job_config.model.name).model_args
     return flavors[job_config.model.flavor].vocab_size
 
 
 def build_dataloader(
-    dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: JobConfig
+    dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: MergedJobConfig
 ) -> PackedLoader:
     """This rank's training batches."""
     del tokenizer  # documents are tokenised by the data set
@@ -93,7 +93,9 @@ def build_dataloader(
     )
 
 
-def validation_batches_of(job_config: JobConfig, *, rank: int, world_size: int) -> Iterator[Batch]:
+def validation_batches_of(
+    job_config: MergedJobConfig, *, rank: int, world_size: int
+) -> Iterator[Batch]:
     """This rank's part of a validation round; equally many batches on every rank."""
     steps = job_config.validation.steps
     return validation_batches(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torchtitan.protocols.train_spec import get_train_spec
 
-from titan_lowprec.titan.config_types import MergedConfig
+from titan_lowprec.titan.merged_config import MergedJobConfig
 
 LOGIT_BYTES = {"logits_fp32": 12, "logits_bf16": 6}
 """Bytes per logit at the peak of the loss: bf16 logits and their gradient, and for fp32 the fp32
@@ -44,7 +44,7 @@ class MemoryEstimate:
         return sum(parts) + self.gathered + self.activations + self.logits
 
 
-def model_size(job_config: MergedConfig) -> ModelSize:
+def model_size(job_config: MergedJobConfig) -> ModelSize:
     """Build the model on the meta device and count."""
     spec = get_train_spec(job_config.model.name)
     args: Any = copy.deepcopy(spec.model_args[job_config.model.flavor])
@@ -60,7 +60,7 @@ def model_size(job_config: MergedConfig) -> ModelSize:
     )
 
 
-def rows_per_step(job_config: MergedConfig, *, world_size: int) -> int:
+def rows_per_step(job_config: MergedJobConfig, *, world_size: int) -> int:
     """Rows of an optimizer step over all ranks."""
     training, parallelism = job_config.training, job_config.parallelism
     if training.global_batch_size > 0:
@@ -68,7 +68,7 @@ def rows_per_step(job_config: MergedConfig, *, world_size: int) -> int:
     return training.local_batch_size * world_size // parallelism.tensor_parallel_degree
 
 
-def memory_estimate(job_config: MergedConfig, *, world_size: int) -> MemoryEstimate:
+def memory_estimate(job_config: MergedJobConfig, *, world_size: int) -> MemoryEstimate:
     """Estimate the peak memory of training on one GPU, an upper bound by intention.
 
     With ``P`` parameters, ``w`` bytes each (4, or 2 under ``training.dtype = "bfloat16"``),
@@ -106,7 +106,7 @@ def memory_estimate(job_config: MergedConfig, *, world_size: int) -> MemoryEstim
     )
 
 
-def activation_bytes(job_config: MergedConfig, size: ModelSize, compute_width: int) -> int:
+def activation_bytes(job_config: MergedJobConfig, size: ModelSize, compute_width: int) -> int:
     """Bytes that autograd keeps of one microbatch, without logits.
 
     A layer keeps per token, in ``c`` bytes: two norms' inputs and outputs (``4 E``), the
@@ -128,7 +128,7 @@ def activation_bytes(job_config: MergedConfig, size: ModelSize, compute_width: i
     )
 
 
-def kept_layers_bytes(job_config: MergedConfig, layer: int, entry: int, layers: int) -> int:
+def kept_layers_bytes(job_config: MergedJobConfig, layer: int, entry: int, layers: int) -> int:
     """Bytes per token over all layers under the job's activation checkpointing."""
     section = job_config.activation_checkpoint
     if section.mode == "none":
@@ -143,7 +143,7 @@ def kept_layers_bytes(job_config: MergedConfig, layer: int, entry: int, layers: 
     return (layers - checkpointed) * layer + checkpointed * entry + layer
 
 
-def logit_bytes(job_config: MergedConfig, size: ModelSize) -> int:
+def logit_bytes(job_config: MergedJobConfig, size: ModelSize) -> int:
     """Bytes of logits and their gradients at the peak of the loss."""
     args: Any = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
     loss, training = job_config.loss, job_config.training

@@ -5,16 +5,16 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torchtitan.config import JobConfig
 
 from titan_lowprec.ops.cross_entropy.api import cross_entropy
 from titan_lowprec.shapes import Float, Int, Tensor
+from titan_lowprec.titan.merged_config import MergedJobConfig
 
 IGNORE_INDEX = -100
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
-def build_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:
+def build_loss(job_config: MergedJobConfig, **kwargs: Any) -> LossFunction:
     """The ``[loss]`` section as a function of logits and labels that returns the fp32 sum.
 
     The trainer divides by the number of valid labels of the whole step. ``linear_chunked`` has no
@@ -58,7 +58,7 @@ def loss_sum_of_batch(
     loss_fn: LossFunction,
     inputs: dict[str, Tensor],
     labels: Int[Tensor, "B T"],
-    job_config: JobConfig,
+    job_config: MergedJobConfig,
 ) -> Tensor:
     """Forward pass and summed loss of one microbatch; training and validation share it."""
     extra = {name: tensor for name, tensor in inputs.items() if name != "input"}

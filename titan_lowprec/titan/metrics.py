@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import BaseModelArgs
 from torchtitan.tools import utils
@@ -17,6 +16,7 @@ from torchtitan.tools.logging import logger
 
 from titan_lowprec.titan.flops import matmul_parameters, peak_of, training_flops
 from titan_lowprec.titan.memory_monitor import build_memory_monitor
+from titan_lowprec.titan.merged_config import MergedJobConfig
 from titan_lowprec.titan.metrics_file import MetricsFile, read_metrics
 from titan_lowprec.titan.trackers import Tracker, build_trackers
 
@@ -66,7 +66,7 @@ class LowprecMetricsProcessor(MetricsProcessor):
     """
 
     def __init__(
-        self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: BaseModelArgs
+        self, job_config: MergedJobConfig, parallel_dims: ParallelDims, model_args: BaseModelArgs
     ) -> None:
         self.job_config = job_config
         self.parallel_dims = parallel_dims
@@ -272,7 +272,7 @@ class LowprecMetricsProcessor(MetricsProcessor):
 
 
 def build_metrics_processor(
-    job_config: JobConfig, parallel_dims: ParallelDims, model_args: BaseModelArgs
+    job_config: MergedJobConfig, parallel_dims: ParallelDims, model_args: BaseModelArgs
 ) -> LowprecMetricsProcessor:
     """The ``build_metrics_processor_fn`` of our ``TrainSpec``.
 

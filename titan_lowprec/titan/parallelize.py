@@ -4,7 +4,7 @@ import torch.nn as nn
 import torchtitan.distributed.activation_checkpoint as stock_ac
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3.infra.parallelize import (
     _op_sac_save_list,
@@ -18,10 +18,11 @@ from torchtitan.tools.utils import device_type
 from titan_lowprec.ops.attention.api import SAVE_OPS as ATTENTION_SAVE_OPS
 from titan_lowprec.ops.cross_entropy.api import SAVE_OPS as LOSS_SAVE_OPS
 from titan_lowprec.titan.conversion import check_conversion
+from titan_lowprec.titan.merged_config import MergedJobConfig
 
 
 def parallelize_llama(
-    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+    model: nn.Module, parallel_dims: ParallelDims, job_config: MergedJobConfig
 ) -> nn.Module:
     """Apply what the job file asks for, in TorchTitan's order.
 

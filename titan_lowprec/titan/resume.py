@@ -5,8 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
+
+from titan_lowprec.titan.merged_config import MergedJobConfig
 
 IDENTITY_FILE = "identity.json"
 NOT_IDENTITY = {
@@ -17,7 +18,7 @@ NOT_IDENTITY = {
 TRAINING_KEYS = ("seq_len", "max_norm", "dtype", "mixed_precision_param", "mixed_precision_reduce")
 
 
-def run_identity(job_config: JobConfig, *, global_batch_size: int) -> dict[str, Any]:
+def run_identity(job_config: MergedJobConfig, *, global_batch_size: int) -> dict[str, Any]:
     """The settings that decide which numbers a run computes, as dotted keys."""
     sections = {
         name: asdict(getattr(job_config, name))
@@ -38,12 +39,12 @@ def run_identity(job_config: JobConfig, *, global_batch_size: int) -> dict[str, 
     }
 
 
-def checkpoint_folder(job_config: JobConfig) -> Path:
+def checkpoint_folder(job_config: MergedJobConfig) -> Path:
     """Where TorchTitan keeps this job's checkpoints."""
     return Path(job_config.job.dump_folder) / job_config.checkpoint.folder
 
 
-def check_resume(job_config: JobConfig, identity: dict[str, Any], *, load_step: int) -> None:
+def check_resume(job_config: MergedJobConfig, identity: dict[str, Any], *, load_step: int) -> None:
     """Refuse to continue a different run, or to start from random weights by accident.
 
     Args:
@@ -87,7 +88,7 @@ def check_resume(job_config: JobConfig, identity: dict[str, Any], *, load_step: 
     logger.warning(f"{message}\nContinuing: checkpoint.allow_changed_config is set")
 
 
-def save_identity(job_config: JobConfig, identity: dict[str, Any]) -> None:
+def save_identity(job_config: MergedJobConfig, identity: dict[str, Any]) -> None:
     """Write this run's settings beside its checkpoints."""
     folder = checkpoint_folder(job_config)
     folder.mkdir(parents=True, exist_ok=True)

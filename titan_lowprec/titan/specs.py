@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field, replace
 
 import torch
-from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
 from titan_lowprec.ops.attention.api import Impl, resolve_impl
 from titan_lowprec.ops.attention.spec import AttentionSpec
 from titan_lowprec.ops.cross_entropy.api import Impl as HeadImpl
+from titan_lowprec.titan.merged_config import MergedJobConfig
 
 COMMON_FIELDS = ("tile_q", "tile_k", "row_sum", "output_residual", "deterministic")
 QUANTISED_FIELDS = (
@@ -47,7 +47,7 @@ class AttentionPlan:
         return self.high_precision_spec if high else self.spec
 
 
-def attention_spec(job_config: JobConfig) -> AttentionSpec:
+def attention_spec(job_config: MergedJobConfig) -> AttentionSpec:
     """The op's specification of the ``[attention]`` section.
 
     Raises:
@@ -59,7 +59,7 @@ def attention_spec(job_config: JobConfig) -> AttentionSpec:
     return replace(spec, **{name: getattr(section, name) for name in names})
 
 
-def attention_plan(job_config: JobConfig, *, head_dim: int) -> AttentionPlan:
+def attention_plan(job_config: MergedJobConfig, *, head_dim: int) -> AttentionPlan:
     """Resolve recipe and implementation once, and say in the log what was chosen."""
     from torchtitan.tools.utils import device_type
 

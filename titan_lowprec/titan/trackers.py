@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from torchtitan.tools.logging import logger
 
-from titan_lowprec.titan.config_types import MergedConfig
+from titan_lowprec.titan.merged_config import MergedJobConfig
 from titan_lowprec.titan.run_record import collect_versions
 
 
@@ -51,7 +51,7 @@ class WandbTracker:
         RuntimeError: wandb could not start.
     """
 
-    def __init__(self, job_config: MergedConfig, *, mode: str) -> None:
+    def __init__(self, job_config: MergedJobConfig, *, mode: str) -> None:
         section = job_config.metrics
         folder = Path(job_config.job.dump_folder).resolve()
         name = section.run_name or os.environ.get("WANDB_RUN_NAME") or folder.name
@@ -95,7 +95,7 @@ Tracker: TypeAlias = TensorBoardTracker | WandbTracker
 """Takes scalars of a step with ``log`` and writes what is left with ``close``."""
 
 
-def build_trackers(job_config: MergedConfig) -> list[Tracker]:
+def build_trackers(job_config: MergedJobConfig) -> list[Tracker]:
     """The mirrors that ``[metrics]`` asks for; called on the one rank that logs."""
     section = job_config.metrics
     trackers: list[Tracker] = []

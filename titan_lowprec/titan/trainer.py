@@ -11,25 +11,28 @@ import signal
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torchtitan.components.dataloader import DataloaderExhaustedError
-from torchtitan.config import JobConfig
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.tools.utils import device_type
+from torchtitan.train import Trainer
 
+from titan_lowprec.data.loader import PackedLoader
 from titan_lowprec.titan.check_config import check_config
 from titan_lowprec.titan.counts import StepCounts, reduce_counts
 from titan_lowprec.titan.loss import loss_sum_of_batch
-from titan_lowprec.titan.metrics import StepRecord
+from titan_lowprec.titan.merged_config import MergedJobConfig
+from titan_lowprec.titan.metrics import LowprecMetricsProcessor, StepRecord
 from titan_lowprec.titan.resume import check_resume, run_identity, save_identity
 from titan_lowprec.titan.run_record import save_run_record
 
 SIGTERM_STATUS = 128 + signal.SIGTERM
+_Stock = Trainer if TYPE_CHECKING else object
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
@@ -41,12 +44,14 @@ class NonFiniteRun(RuntimeError):
     """Too many optimizer steps in a row had a non-finite loss or gradient."""
 
 
-class LowprecTrainer:
+class LowprecTrainer(_Stock):
     """Mixin over a TorchTitan 0.2.2 ``Trainer``; ``make_trainer`` joins the two."""
 
-    job_config: JobConfig
+    job_config: MergedJobConfig
+    dataloader: PackedLoader
+    metrics_processor: LowprecMetricsProcessor
 
-    def __init__(self, job_config: JobConfig) -> None:
+    def __init__(self, job_config: MergedJobConfig) -> None:
         world_size = int(os.environ["WORLD_SIZE"])
         check_config(job_config, device_type=device_type, world_size=world_size)
         if device_type == "cpu":
@@ -116,8 +121,9 @@ class LowprecTrainer:
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """One optimizer step, or its cancellation if gradients are not finite."""
+        self.metrics_processor.begin_step()
         self.optimizers.zero_grad()
-        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        lr = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
         self.data_wait_s = 0.0
         microbatches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
         counts = self._global_counts(microbatches)

@@ -3,7 +3,7 @@
 import glob
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torchtitan.config import ConfigManager
@@ -14,8 +14,8 @@ from titan_lowprec.data.bundled import resolve_path
 from titan_lowprec.ops.attention.api import resolve_impl
 from titan_lowprec.titan.check_config import check_config
 from titan_lowprec.titan.config_rules import impl_on_hopper
-from titan_lowprec.titan.config_types import MergedConfig
 from titan_lowprec.titan.estimate import memory_estimate, model_size, rows_per_step
+from titan_lowprec.titan.merged_config import MergedJobConfig
 from titan_lowprec.titan.specs import attention_spec
 
 USAGE = (
@@ -77,19 +77,19 @@ def parse_command(args: list[str]) -> tuple[list[str], int, list[str]]:
     return recipes, world_size, overrides
 
 
-def load_recipe(recipe: str, overrides: list[str]) -> MergedConfig:
+def load_recipe(recipe: str, overrides: list[str]) -> MergedJobConfig:
     """Parse a recipe as training would, and import what it registers."""
     if not Path(recipe).is_file():
         raise ValueError(f"the recipe must be a file, got {recipe!r}; correct the path")
     args = _autoload.normalize_config_flag(["--job.config", recipe, *overrides])
-    config = ConfigManager().parse_args(args)
+    config = cast(MergedJobConfig, ConfigManager().parse_args(args))
     for module in ("titan_lowprec.titan.register", config.experimental.custom_import):
         if module:
             importlib.import_module(module)
     return config
 
 
-def describe(config: MergedConfig, *, world_size: int) -> list[tuple[str, str]]:
+def describe(config: MergedJobConfig, *, world_size: int) -> list[tuple[str, str]]:
     """Check a configuration and resolve what it leaves open.
 
     Returns:
@@ -109,7 +109,7 @@ def describe(config: MergedConfig, *, world_size: int) -> list[tuple[str, str]]:
     ]
 
 
-def size_rows(config: MergedConfig, world_size: int) -> list[tuple[str, str]]:
+def size_rows(config: MergedJobConfig, world_size: int) -> list[tuple[str, str]]:
     """Parameters and tokens."""
     size = model_size(config)
     training = config.training
@@ -126,7 +126,7 @@ def size_rows(config: MergedConfig, world_size: int) -> list[tuple[str, str]]:
     ]
 
 
-def memory_rows(config: MergedConfig, world_size: int) -> list[tuple[str, str]]:
+def memory_rows(config: MergedJobConfig, world_size: int) -> list[tuple[str, str]]:
     """The estimate and its parts; ``estimate.memory_estimate`` states the formula."""
     memory = memory_estimate(config, world_size=world_size)
     parts = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits")
@@ -135,7 +135,7 @@ def memory_rows(config: MergedConfig, world_size: int) -> list[tuple[str, str]]:
     return [("memory per GPU", f"about {memory.total / GIB:.2f} GiB, {processes} ({text})")]
 
 
-def schedule_text(config: MergedConfig) -> str:
+def schedule_text(config: MergedJobConfig) -> str:
     """Peak, warm-up and decay, as TorchTitan adjusts them to the number of steps."""
     section = config.lr_scheduler
     total = section.total_steps if section.total_steps is not None else config.training.steps
@@ -152,7 +152,7 @@ def schedule_text(config: MergedConfig) -> str:
     return text
 
 
-def data_text(config: MergedConfig, paths: list[str]) -> str:
+def data_text(config: MergedJobConfig, paths: list[str]) -> str:
     """Where documents come from, and what is there."""
     data = config.data
     if data.source == "hf":
@@ -171,7 +171,7 @@ def file_text(path: str) -> str:
     return f"{path} ({count} file{'' if count == 1 else 's'}, {size / 1e6:,.1f} MB)"
 
 
-def validation_rows(config: MergedConfig) -> list[tuple[str, str]]:
+def validation_rows(config: MergedJobConfig) -> list[tuple[str, str]]:
     """The fixed validation set, where there is one."""
     section = config.validation
     if not section.enable:
@@ -181,7 +181,7 @@ def validation_rows(config: MergedConfig) -> list[tuple[str, str]]:
     return [("validation", f"every {section.freq} steps, {steps} batches of {files}")]
 
 
-def attention_rows(config: MergedConfig) -> list[tuple[str, str]]:
+def attention_rows(config: MergedJobConfig) -> list[tuple[str, str]]:
     """Recipe, and the implementation on the devices that people use."""
     section = config.attention
     recipe = section.recipe
@@ -194,7 +194,7 @@ def attention_rows(config: MergedConfig) -> list[tuple[str, str]]:
     ]
 
 
-def implementations(config: MergedConfig, head_dim: int) -> dict[str, str]:
+def implementations(config: MergedJobConfig, head_dim: int) -> dict[str, str]:
     """What ``attention.impl`` becomes on a CPU and on a Hopper GPU, or why it is refused there."""
     try:
         on_cpu = resolve_impl(

@@ -4,14 +4,15 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.validate import BaseValidator
-from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.utils import device_type
 
 from titan_lowprec.titan.dataloader import validation_batches_of
 from titan_lowprec.titan.loss import IGNORE_INDEX, LossFunction, loss_sum_of_batch
+from titan_lowprec.titan.merged_config import MergedJobConfig
 from titan_lowprec.titan.metrics import LowprecMetricsProcessor
 
 
@@ -24,7 +25,7 @@ class LowprecValidator(BaseValidator):
 
     def __init__(
         self,
-        job_config: JobConfig,
+        job_config: MergedJobConfig,
         *,
         rank: int,
         world_size: int,
@@ -33,6 +34,7 @@ class LowprecValidator(BaseValidator):
         metrics_processor: LowprecMetricsProcessor,
     ) -> None:
         super().__init__(job_config)
+        self.job_config: MergedJobConfig = job_config
         self.rank, self.world_size = rank, world_size
         self.parallel_dims = parallel_dims
         self.loss_fn = loss_fn
@@ -51,6 +53,7 @@ class LowprecValidator(BaseValidator):
                 model, self.loss_fn, on_device, labels.to(device_type), self.job_config
             )
             totals += torch.tensor([loss_sum.item(), (labels != IGNORE_INDEX).sum().item()])
+        reshard(model)
         model.train()
         loss_sum, tokens = (self._sum_over_ranks(total) for total in totals)
         self.metrics_processor.log_validation_record(step, loss_sum / max(tokens, 1), int(tokens))
@@ -66,8 +69,19 @@ class LowprecValidator(BaseValidator):
         return last or step % self.job_config.validation.freq == 0
 
 
+def reshard(model: nn.Module) -> None:
+    """Free what a forward without a backward leaves gathered, so that a checkpoint can follow.
+
+    The root's group of FSDP2 stays unsharded after its forward; its optimizer states could not be
+    matched with parameters then.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def build_validator(
-    job_config: JobConfig,
+    job_config: MergedJobConfig,
     dp_world_size: int,
     dp_rank: int,
     parallel_dims: ParallelDims,

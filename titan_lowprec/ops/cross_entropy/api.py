@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
+)
 
 from titan_lowprec.ops.cross_entropy.common import (
     Formed,
@@ -190,7 +192,7 @@ def _forward(
     return formed.tensors()
 
 
-@_forward.register_fake
+@_forward.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _forward_fake(
     hidden: Tensor,
     weight: Tensor,
@@ -245,7 +247,7 @@ def _round(
     return _round_into(out, grad_weight_high, grad_weight_low, factor, dtype, impl)
 
 
-@_round.register_fake
+@_round.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _round_fake(
     grad_weight_high: Tensor,
     grad_weight_low: Tensor,
@@ -285,7 +287,9 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tup
     return grad_hidden if need_hidden else None, grad_weight if need_weight else None, *nothing
 
 
-_forward.register_autograd(_differentiate, setup_context=_setup)
+_forward.register_autograd(  # pyright: ignore[reportUnknownMemberType]
+    _differentiate, setup_context=_setup
+)
 
 SAVE_OPS = frozenset({torch.ops.titan_lowprec.linear_cross_entropy_forward.default})
 """Ops whose results an activation-checkpoint policy should keep, never recompute."""

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 
 import torch.nn as nn
-from torchtitan.config import JobConfig
 from torchtitan.models.llama3.model.args import TransformerModelArgs
 
 from titan_lowprec.ops.cross_entropy.api import Impl as HeadImpl
+from titan_lowprec.titan.merged_config import MergedJobConfig
 from titan_lowprec.titan.specs import AttentionPlan, attention_plan, resolve_head_impl
 
 
@@ -25,7 +25,7 @@ class LowprecLlamaArgs(TransformerModelArgs):
     def head_dim(self) -> int:
         return self.dim // self.n_heads
 
-    def update_from_config(self, job_config: JobConfig, **kwargs: object) -> None:
+    def update_from_config(self, job_config: MergedJobConfig, **kwargs: object) -> None:
         """Take sequence length, attention recipe and head options from the job file."""
         super().update_from_config(job_config, **kwargs)
         self.attention = attention_plan(job_config, head_dim=self.head_dim)

@@ -12,6 +12,7 @@ from torchtitan.models.llama3.model.model import (
     apply_rotary_emb,
 )
 
+from titan_lowprec.ops.attention.api import Impl as AttentionImpl
 from titan_lowprec.ops.attention.api import attention_packed
 from titan_lowprec.ops.attention.spec import AttentionSpec
 from titan_lowprec.ops.cross_entropy.api import linear_cross_entropy
@@ -29,7 +30,7 @@ class LowprecAttention(Attention):
         super().__init__(model_args)
         plan = model_args.attention
         self.spec = AttentionSpec.decode(plan.layer_spec(layer_id))
-        self.impl = plan.impl
+        self.impl: AttentionImpl = plan.impl
 
     def forward(
         self,
