@@ -1,0 +1,337 @@
+"""Backward kernels: dK and dV by key tiles, dQ by query tiles; no atomics, fixed order."""
+
+import triton
+import triton.language as tl
+
+from titan_lowprec.ops.attention.kernel.tiles import (
+    as_rows,
+    block_bytes,
+    cast_exponent_log2,
+    finite_factor,
+    fold_and_cast,
+    load_columns,
+    load_rows,
+    load_transposed,
+    store_rows,
+    tile_maximum,
+    visible,
+)
+from titan_lowprec.ops.hadamard.kernel import hadamard_product
+from titan_lowprec.ops.quantize.kernel import permute_token_pairs, scale_factor
+
+
+@triton.jit
+def _keys_step_fp8(
+    k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr, q_factor, q_finite,
+    lse_ptr, delta_ptr, head, token, column, columns, first_key, first_query, length,
+    HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries against the program's keys; rows are keys, columns queries."""
+    BLOCKS: tl.constexpr = BLOCK_M // 32
+    left = length - first_query
+    lse = load_columns(lse_ptr, column, left, BLOCK_M, MASKED, float("inf"))
+    delta = load_columns(delta_ptr, column, left, BLOCK_M, MASKED, 0.0)
+    q = load_rows(q_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D)
+    s = tl.reshape(tl.dot(k, tl.trans(q)), [BLOCK_N, BLOCKS, 4, 4, 2])
+    t = s * (as_rows(k_factor) * q_factor) - lse  # log2 of P * 2**e_g
+    if MASKED:
+        seen = visible(first_key, first_query, length, BLOCK_N, BLOCK_M, CAUSAL, True)
+        seen = tl.reshape(seen, [BLOCK_N, BLOCKS, 4, 4, 2])
+        t = tl.where(seen, t, float("-inf"))
+    exponent = cast_exponent_log2(tile_maximum(t))
+    p = tl.exp2(t - as_rows(exponent))
+    g = load_rows(g_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D)
+    e = tl.reshape(tl.dot(v, tl.trans(g)), [BLOCK_N, BLOCKS, 4, 4, 2])
+    u = p * (e * as_rows(v_factor) - delta)
+    if MASKED:
+        u = tl.where(seen, u, 0.0)
+    codes, u_exponent = fold_and_cast(u, q_finite, TOKEN)
+    p = permute_token_pairs(tl.reshape(p.to(tl.float8e4nv), [BLOCK_N, BLOCK_M]), BLOCK_N, BLOCK_M)
+    gt = load_transposed(gt_ptr, column, head, columns, BLOCK_M, D, BLOCK_D)
+    dv = dv + tl.dot(p, tl.trans(gt)) * tl.exp2(exponent)[:, None]
+    codes = permute_token_pairs(tl.reshape(codes, [BLOCK_N, BLOCK_M]), BLOCK_N, BLOCK_M)
+    qt = load_transposed(qt_ptr, column, head, columns, BLOCK_M, D, BLOCK_D)
+    dk = dk + tl.dot(codes, tl.trans(qt)) * tl.exp2(exponent + u_exponent)[:, None]
+    return dk, dv
+
+
+@triton.jit
+def _keys_step_bf16(
+    k, v, score_factor, dk, dv, q_ptr, g_ptr, lse_ptr, delta_ptr,
+    head, token, column, first_key, first_query, length,
+    HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    left = length - first_query
+    lse = tl.reshape(
+        load_columns(lse_ptr, column, left, BLOCK_M, MASKED, float("inf")), [1, BLOCK_M]
+    )
+    delta = tl.reshape(load_columns(delta_ptr, column, left, BLOCK_M, MASKED, 0.0), [1, BLOCK_M])
+    q = load_rows(q_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D)
+    p = tl.exp2(tl.dot(k, tl.trans(q)) * score_factor - lse)
+    g = load_rows(g_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D)
+    u = p * (tl.dot(v, tl.trans(g)) - delta)
+    if MASKED:
+        seen = visible(first_key, first_query, length, BLOCK_N, BLOCK_M, CAUSAL, True)
+        p = tl.where(seen, p, 0.0)
+        u = tl.where(seen, u, 0.0)
+    dv = tl.dot(p.to(tl.bfloat16), g, dv)
+    dk = tl.dot(u.to(tl.bfloat16), q, dk)
+    return dk, dv
+
+
+@triton.jit
+def _query_factors(qs_ptr, token, stride, left, BLOCKS: tl.constexpr, TOKEN: tl.constexpr):
+    """Factors of Q's scales, with NaN for scores and finite for the fold into U."""
+    byte = block_bytes(qs_ptr, token, stride, left, BLOCKS, TOKEN)
+    return scale_factor(byte), finite_factor(byte)
+
+
+@triton.jit
+def _keys_of_head(
+    k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr, qs_ptr, lse_ptr, delta_ptr,
+    head, start, column, columns, first_key, length,
+    H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr, CAUSAL: tl.constexpr,
+    TOKEN: tl.constexpr,
+):  # fmt: skip
+    """All query tiles of one head: the diagonal's, then whole ones, then a part of one."""
+    BLOCKS: tl.constexpr = BLOCK_M // 32
+    diagonal = 0
+    whole = 0
+    if CAUSAL:
+        diagonal = first_key // BLOCK_M * BLOCK_M
+        whole = (tl.minimum(first_key + BLOCK_N, length) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+    rest = tl.maximum(whole, length // BLOCK_M * BLOCK_M)
+    if FP8:
+        q_factor, q_finite = _query_factors(qs_ptr, start + whole, H, length - whole, BLOCKS, TOKEN)
+    for tile in tl.range(whole, rest, BLOCK_M, num_stages=STAGES):
+        if FP8:
+            following = tile + BLOCK_M
+            next_factor, next_finite = _query_factors(
+                qs_ptr, start + following, H, length - following, BLOCKS, TOKEN
+            )
+            dk, dv = _keys_step_fp8(
+                k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr,
+                q_factor, q_finite, lse_ptr, delta_ptr, head, start + tile, column + tile,
+                columns, first_key, tile, length, H, BLOCK_M, BLOCK_N, D, BLOCK_D,
+                CAUSAL, TOKEN, False,
+            )  # fmt: skip
+            q_factor = next_factor
+            q_finite = next_finite
+        else:
+            dk, dv = _keys_step_bf16(
+                k, v, k_factor, dk, dv, q_ptr, g_ptr, lse_ptr, delta_ptr, head, start + tile,
+                column + tile, first_key, tile, length, H, BLOCK_M, BLOCK_N, D, BLOCK_D,
+                CAUSAL, False,
+            )  # fmt: skip
+    masked = (whole - diagonal) // BLOCK_M + (rest < length).to(tl.int32)
+    for step in tl.range(0, masked, num_stages=1):
+        tile = diagonal + step * BLOCK_M
+        tile = tl.where(tile < whole, tile, rest)
+        if FP8:
+            q_factor, q_finite = _query_factors(
+                qs_ptr, start + tile, H, length - tile, BLOCKS, TOKEN
+            )
+            dk, dv = _keys_step_fp8(
+                k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr,
+                q_factor, q_finite, lse_ptr, delta_ptr, head, start + tile, column + tile,
+                columns, first_key, tile, length, H, BLOCK_M, BLOCK_N, D, BLOCK_D,
+                CAUSAL, TOKEN, True,
+            )  # fmt: skip
+        else:
+            dk, dv = _keys_step_bf16(
+                k, v, k_factor, dk, dv, q_ptr, g_ptr, lse_ptr, delta_ptr, head, start + tile,
+                column + tile, first_key, tile, length, H, BLOCK_M, BLOCK_N, D, BLOCK_D,
+                CAUSAL, True,
+            )  # fmt: skip
+    return dk, dv
+
+
+@triton.jit
+def attention_backward_keys(
+    q_ptr, k_ptr, v_ptr, g_ptr, qt_ptr, gt_ptr, qs_ptr, ks_ptr, vs_ptr,
+    lse_ptr, delta_ptr, dk_ptr, dv_ptr, items_ptr, columns, score_factor, alpha,
+    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    FP8: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr, ROTATE: tl.constexpr,
+    PRODUCT_TYPE: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one key tile: all query tiles that see it, of all heads that share it."""
+    GROUP: tl.constexpr = H // J
+    item = items_ptr + tl.program_id(0) * 4
+    j = tl.program_id(1)
+    start = tl.load(item)
+    length = tl.load(item + 1)
+    first_key = tl.load(item + 2) * BLOCK_N
+    column = tl.load(item + 3) * 32
+    if length == 0:
+        return
+    left = tl.abs(length) - first_key
+    token = start + first_key
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    if length > 0:
+        k = load_rows(k_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D)
+        v = load_rows(v_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D)
+        k_factor = score_factor
+        v_factor = 1.0
+        if FP8:
+            row = tl.arange(0, BLOCK_N)
+            at = (token + row).to(tl.int64) * J + j
+            k_byte = tl.load(ks_ptr + at, mask=row < left, other=0)
+            k_factor = score_factor * scale_factor(k_byte)
+            v_factor = scale_factor(tl.load(vs_ptr + at, mask=row < left, other=0))
+        for member in tl.range(0, GROUP, num_stages=1):
+            head = j * GROUP + member
+            across = head.to(tl.int64) * columns
+            dk, dv = _keys_of_head(
+                k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr,
+                qs_ptr + head,
+                lse_ptr + across, delta_ptr + across, head,
+                start, column, columns, first_key, length,
+                H, BLOCK_M, BLOCK_N, STAGES, D, BLOCK_D, FP8, CAUSAL, TOKEN,
+            )  # fmt: skip
+        if ROTATE:
+            dk = hadamard_product(dk, BLOCK_D, PRODUCT_TYPE)
+        dk = dk * alpha
+    store_rows(dk_ptr + j * D, dk, token, J * D, left, BLOCK_N, D, BLOCK_D)
+    store_rows(dv_ptr + j * D, dv, token, J * D, left, BLOCK_N, D, BLOCK_D)
+
+
+@triton.jit
+def _key_factors(ks_ptr, vs_ptr, token, stride, left, BLOCKS: tl.constexpr, TOKEN: tl.constexpr):
+    """Factors of K's scales for scores and (finite) for the fold into U, and of V's scales."""
+    k_byte = block_bytes(ks_ptr, token, stride, left, BLOCKS, TOKEN)
+    v_byte = block_bytes(vs_ptr, token, stride, left, BLOCKS, TOKEN)
+    return scale_factor(k_byte), finite_factor(k_byte), scale_factor(v_byte)
+
+
+@triton.jit
+def _queries_step_fp8(
+    q, g, row_factor, lse, delta, dq, k_ptr, v_ptr, kt_ptr, k_factor, k_finite, v_factor,
+    head, token, column, columns, first_row, first_key, length,
+    HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys; dP and D are in units of the query's gradient scale."""
+    BLOCKS: tl.constexpr = BLOCK_N // 32
+    left = length - first_key
+    k = load_rows(k_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D)
+    s = tl.reshape(tl.dot(q, tl.trans(k)), [BLOCK_M, BLOCKS, 4, 4, 2])
+    p = tl.exp2(s * (as_rows(row_factor) * k_factor) - as_rows(lse))
+    v = load_rows(v_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D)
+    e = tl.reshape(tl.dot(g, tl.trans(v)), [BLOCK_M, BLOCKS, 4, 4, 2])
+    u = p * (e * v_factor - as_rows(delta))
+    if MASKED:
+        seen = visible(first_row, first_key, length, BLOCK_M, BLOCK_N, CAUSAL, False)
+        u = tl.where(tl.reshape(seen, [BLOCK_M, BLOCKS, 4, 4, 2]), u, 0.0)
+    codes, exponent = fold_and_cast(u, k_finite, TOKEN)
+    codes = permute_token_pairs(tl.reshape(codes, [BLOCK_M, BLOCK_N]), BLOCK_M, BLOCK_N)
+    kt = load_transposed(kt_ptr, column, head, columns, BLOCK_N, D, BLOCK_D)
+    return dq + tl.dot(codes, tl.trans(kt)) * tl.exp2(exponent)[:, None]
+
+
+@triton.jit
+def _queries_step_bf16(
+    q, g, score_factor, lse, delta, dq, k_ptr, v_ptr,
+    head, start, first_row, first_key, length,
+    HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    token = start + first_key
+    left = length - first_key
+    k = load_rows(k_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D)
+    v = load_rows(v_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D)
+    p = tl.exp2(tl.dot(q, tl.trans(k)) * score_factor - lse[:, None])
+    u = p * (tl.dot(g, tl.trans(v)) - delta[:, None])
+    if MASKED:
+        seen = visible(first_row, first_key, length, BLOCK_M, BLOCK_N, CAUSAL, False)
+        u = tl.where(seen, u, 0.0)
+    return tl.dot(u.to(tl.bfloat16), k, dq)
+
+
+@triton.jit
+def attention_backward_queries(
+    q_ptr, k_ptr, v_ptr, g_ptr, kt_ptr, qs_ptr, ks_ptr, vs_ptr, gs_ptr,
+    lse_ptr, delta_ptr, dq_ptr, items_ptr, columns, score_factor, alpha,
+    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    FP8: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr, ROTATE: tl.constexpr,
+    PRODUCT_TYPE: tl.constexpr,
+):  # fmt: skip
+    """dQ of one query tile: all key tiles that it sees."""
+    item = items_ptr + tl.program_id(0) * 4
+    head = tl.program_id(1)
+    start = tl.load(item)
+    length = tl.load(item + 1)
+    first_row = tl.load(item + 2) * BLOCK_M
+    column = tl.load(item + 3) * 32
+    if length == 0:
+        return
+    left = tl.abs(length) - first_row
+    token = start + first_row
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if length > 0:
+        j = head // (H // J)
+        q = load_rows(q_ptr, token, head, left, BLOCK_M, H, D, BLOCK_D)
+        g = load_rows(g_ptr, token, head, left, BLOCK_M, H, D, BLOCK_D)
+        row = tl.arange(0, BLOCK_M)
+        at = (token + row).to(tl.int64) * H + head
+        lse = tl.load(lse_ptr + at, mask=row < left, other=float("inf"))
+        delta_ptr += head.to(tl.int64) * columns + column + first_row
+        delta = tl.load(delta_ptr + row, mask=row < left, other=0.0)
+        keys = length
+        unmasked = length // BLOCK_N * BLOCK_N
+        if CAUSAL:
+            keys = tl.minimum(length, first_row + BLOCK_M)
+            unmasked = first_row // BLOCK_N * BLOCK_N
+        if FP8:
+            ks_ptr += j
+            vs_ptr += j
+            BLOCKS: tl.constexpr = BLOCK_N // 32
+            q_byte = tl.load(qs_ptr + at, mask=row < left, other=0)
+            row_factor = score_factor * scale_factor(q_byte)
+            k_factor, k_finite, v_factor = _key_factors(
+                ks_ptr, vs_ptr, start, J, length, BLOCKS, TOKEN
+            )
+            for first_key in tl.range(0, unmasked, BLOCK_N, num_stages=STAGES):
+                following = first_key + BLOCK_N
+                next_factor, next_finite, next_v = _key_factors(
+                    ks_ptr, vs_ptr, start + following, J, length - following, BLOCKS, TOKEN
+                )
+                dq = _queries_step_fp8(
+                    q, g, row_factor, lse, delta, dq, k_ptr, v_ptr, kt_ptr, k_factor, k_finite,
+                    v_factor, j, start + first_key, column + first_key, columns, first_row,
+                    first_key, length, J, BLOCK_M, BLOCK_N, D, BLOCK_D, CAUSAL, TOKEN, False,
+                )  # fmt: skip
+                k_factor = next_factor
+                k_finite = next_finite
+                v_factor = next_v
+            for first_key in tl.range(unmasked, keys, BLOCK_N, num_stages=1):
+                k_factor, k_finite, v_factor = _key_factors(
+                    ks_ptr, vs_ptr, start + first_key, J, length - first_key, BLOCKS, TOKEN
+                )
+                dq = _queries_step_fp8(
+                    q, g, row_factor, lse, delta, dq, k_ptr, v_ptr, kt_ptr, k_factor, k_finite,
+                    v_factor, j, start + first_key, column + first_key, columns, first_row,
+                    first_key, length, J, BLOCK_M, BLOCK_N, D, BLOCK_D, CAUSAL, TOKEN, True,
+                )  # fmt: skip
+            g_factor = scale_factor(tl.load(gs_ptr + at, mask=row < left, other=0))
+            dq = dq * g_factor[:, None]
+        else:
+            for first_key in tl.range(0, unmasked, BLOCK_N, num_stages=STAGES):
+                dq = _queries_step_bf16(
+                    q, g, score_factor, lse, delta, dq, k_ptr, v_ptr, j, start,
+                    first_row, first_key, length, J, BLOCK_M, BLOCK_N, D, BLOCK_D, CAUSAL, False,
+                )  # fmt: skip
+            for first_key in tl.range(unmasked, keys, BLOCK_N, num_stages=1):
+                dq = _queries_step_bf16(
+                    q, g, score_factor, lse, delta, dq, k_ptr, v_ptr, j, start,
+                    first_row, first_key, length, J, BLOCK_M, BLOCK_N, D, BLOCK_D, CAUSAL, True,
+                )  # fmt: skip
+        if ROTATE:
+            dq = hadamard_product(dq, BLOCK_D, PRODUCT_TYPE)
+        dq = dq * alpha
+    store_rows(dq_ptr + head * D, dq, token, H * D, left, BLOCK_M, D, BLOCK_D)

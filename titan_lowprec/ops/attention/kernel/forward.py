@@ -1,0 +1,209 @@
+"""Forward kernel: one program a query tile of one document and head, key tiles ascending."""
+
+import triton
+import triton.language as tl
+
+from titan_lowprec.ops.attention.kernel.tiles import (
+    as_rows,
+    block_bytes,
+    load_rows,
+    load_transposed,
+    normal_factor,
+    store_rows,
+    tile_maximum,
+    visible,
+)
+from titan_lowprec.ops.quantize.kernel import permute_token_pairs, scale_exponent, scale_factor
+
+_NOTHING_SEEN = tl.constexpr(-1e30)
+"""Running maxima before the first key: finite, so that differences stay numbers."""
+
+
+@triton.jit
+def _tile_scales(ks_ptr, vs_ptr, token, stride, length, BLOCKS: tl.constexpr,
+                 TOKEN: tl.constexpr):  # fmt: skip
+    """Factors of K and exponents of V of a tile; zero V codes take exponent 0, as any will do."""
+    k_byte = block_bytes(ks_ptr, token, stride, length, BLOCKS, TOKEN)
+    v_byte = block_bytes(vs_ptr, token, stride, length, BLOCKS, TOKEN)
+    return scale_factor(k_byte), tl.where(v_byte == 0, 0.0, scale_exponent(v_byte))
+
+
+@triton.jit
+def _softmax_fp8(
+    s, row_factor, k_factor, v_exponent, total, top, reference, first_row, first_key, length,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr,
+    MASKED: tl.constexpr, WEIGHT_EXPONENT: tl.constexpr, MAX_LAG: tl.constexpr,
+):  # fmt: skip
+    """Weights of one key tile, cast; ``top`` runs over t, ``reference`` over t + e_v."""
+    BLOCKS: tl.constexpr = BLOCK_N // 32
+    factor = as_rows(row_factor) * k_factor
+    if MASKED:
+        seen = visible(first_row, first_key, length, BLOCK_M, BLOCK_N, CAUSAL, False)
+        s = tl.where(seen, s, float("-inf"))
+    s = tl.reshape(s, [BLOCK_M, BLOCKS, 4, 4, 2])
+    highest = s
+    if not TOKEN:  # factors are positive and constant in a block: maxima of the products do
+        highest = tl.max(tl.max(s, 4, keep_dims=True), 2, keep_dims=True)
+    if MASKED:  # a NaN or zero factor must not reach -inf
+        unseen = highest == float("-inf")
+        factor = tl.where(unseen, 1.0, normal_factor(factor))
+        v_exponent = tl.where(unseen, 0.0, v_exponent)
+    t = highest * factor
+    new_top = tl.maximum(top, tile_maximum(t))
+    new_reference = tile_maximum(t + v_exponent)
+    new_reference = tl.where(new_reference > reference + MAX_LAG, new_reference, reference)
+    shift = v_exponent - as_rows(new_reference) + WEIGHT_EXPONENT
+    weight = tl.exp2(s * factor + shift)
+    part = tl.exp2(-shift - as_rows(new_top))  # weight * part = 2**(t - top)
+    if TOKEN:
+        summed = tl.sum(tl.sum(tl.sum(weight * part, 4), 2), 1)
+    else:
+        summed = tl.sum(tl.sum(weight, 4, keep_dims=True), 2, keep_dims=True) * part
+        summed = tl.sum(tl.sum(tl.sum(summed, 4), 2), 1)
+    total = total * tl.exp2(top - new_top)[:, None] + summed  # [BLOCK_M, 4]: a sum a thread
+    p = tl.reshape(weight.to(tl.float8e4nv), [BLOCK_M, BLOCK_N])
+    p = permute_token_pairs(p, BLOCK_M, BLOCK_N)
+    return p, tl.exp2(reference - new_reference), total, new_top, new_reference
+
+
+@triton.jit
+def _rows_fp8(
+    q, row_factor, acc, k_ptr, v_ptr, ks_ptr, vs_ptr, j, token, column, columns,
+    first_row, unmasked, keys, length,
+    J: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr,
+    WEIGHT_EXPONENT: tl.constexpr, MAX_LAG: tl.constexpr,
+):  # fmt: skip
+    """All key tiles of a query tile. Scales are loaded a tile ahead of their use.
+
+    Every tile's product with V starts a fresh accumulator and is added in fp32: the tensor
+    core's own sum keeps about 14 bits.
+    """
+    BLOCKS: tl.constexpr = BLOCK_N // 32
+    top = tl.full([BLOCK_M], _NOTHING_SEEN, tl.float32)
+    reference = tl.full([BLOCK_M], _NOTHING_SEEN, tl.float32)
+    total = tl.zeros([BLOCK_M, 4], tl.float32)
+    k_factor, v_exponent = _tile_scales(ks_ptr, vs_ptr, token, J, length, BLOCKS, TOKEN)
+    for first_key in tl.range(0, unmasked, BLOCK_N, num_stages=STAGES):
+        following = first_key + BLOCK_N
+        next_factor, next_exponent = _tile_scales(
+            ks_ptr, vs_ptr, token + following, J, length - following, BLOCKS, TOKEN
+        )
+        k = load_rows(k_ptr, token + first_key, j, length - first_key, BLOCK_N, J, D, BLOCK_D)
+        s = tl.dot(q, tl.trans(k))
+        p, gain, total, top, reference = _softmax_fp8(
+            s, row_factor, k_factor, v_exponent, total, top, reference, first_row, first_key,
+            length, BLOCK_M, BLOCK_N, CAUSAL, TOKEN, False, WEIGHT_EXPONENT, MAX_LAG,
+        )  # fmt: skip
+        v = load_transposed(v_ptr, column + first_key, j, columns, BLOCK_N, D, BLOCK_D)
+        acc = acc * gain[:, None] + tl.dot(p, tl.trans(v))
+        k_factor = next_factor
+        v_exponent = next_exponent
+    for first_key in tl.range(unmasked, keys, BLOCK_N, num_stages=1):
+        left = length - first_key
+        k_factor, v_exponent = _tile_scales(
+            ks_ptr, vs_ptr, token + first_key, J, left, BLOCKS, TOKEN
+        )
+        k = load_rows(k_ptr, token + first_key, j, left, BLOCK_N, J, D, BLOCK_D)
+        v = load_transposed(v_ptr, column + first_key, j, columns, BLOCK_N, D, BLOCK_D)
+        s = tl.dot(q, tl.trans(k))
+        p, gain, total, top, reference = _softmax_fp8(
+            s, row_factor, k_factor, v_exponent, total, top, reference, first_row, first_key,
+            length, BLOCK_M, BLOCK_N, CAUSAL, TOKEN, True, WEIGHT_EXPONENT, MAX_LAG,
+        )  # fmt: skip
+        acc = acc * gain[:, None] + tl.dot(p, tl.trans(v))
+    row_sum = tl.sum(total, 1)
+    return acc * (tl.exp2(reference - top - WEIGHT_EXPONENT) / row_sum)[:, None], row_sum, top
+
+
+@triton.jit
+def _step_bf16(
+    q, row_factor, acc, total, top, k_ptr, v_ptr, j, token, first_row, first_key, length,
+    J: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, MAX_LAG: tl.constexpr,
+):  # fmt: skip
+    token += first_key
+    left = length - first_key
+    k = load_rows(k_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D)
+    v = load_rows(v_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D)
+    s = tl.dot(q, tl.trans(k))
+    if MASKED:
+        seen = visible(first_row, first_key, length, BLOCK_M, BLOCK_N, CAUSAL, False)
+        s = tl.where(seen, s, float("-inf"))
+    highest = tl.max(s, 1) * row_factor
+    new_top = tl.where(highest > top + MAX_LAG, highest, top)
+    weight = tl.exp2(s * row_factor - new_top[:, None])
+    gain = tl.exp2(top - new_top)
+    total = total * gain + tl.sum(weight, 1)
+    acc = tl.dot(weight.to(tl.bfloat16), v, acc * gain[:, None])
+    return acc, total, new_top
+
+
+@triton.jit
+def attention_forward(
+    q_ptr, k_ptr, v_ptr, qs_ptr, ks_ptr, vs_ptr, out_ptr, low_ptr, lse_ptr, items_ptr,
+    columns, score_factor,
+    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    FP8: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr, RESIDUAL: tl.constexpr,
+    WEIGHT_EXPONENT: tl.constexpr, MAX_LAG: tl.constexpr,
+):  # fmt: skip
+    """Output, LSE (base 2) and optionally the output's low part of one query tile."""
+    item = items_ptr + tl.program_id(0) * 4
+    head = tl.program_id(1)
+    start = tl.load(item)
+    length = tl.load(item + 1)
+    first_row = tl.load(item + 2) * BLOCK_M
+    column = tl.load(item + 3) * 32
+    if length == 0:
+        return
+    row = first_row + tl.arange(0, BLOCK_M)
+    rows_left = tl.abs(length) - first_row
+    inside = row < tl.abs(length)
+    token = start + first_row
+    at = (start + row).to(tl.int64) * H + head
+    out_ptr += head * D
+    low_ptr += head * D
+    if length < 0:  # tokens past the row's last document
+        zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        store_rows(out_ptr, zeros, token, H * D, rows_left, BLOCK_M, D, BLOCK_D)
+        if RESIDUAL:
+            store_rows(low_ptr, zeros, token, H * D, rows_left, BLOCK_M, D, BLOCK_D)
+        tl.store(lse_ptr + at, tl.full([BLOCK_M], float("inf"), tl.float32), mask=inside)
+        return
+    j = head // (H // J)
+    q = load_rows(q_ptr, token, head, rows_left, BLOCK_M, H, D, BLOCK_D)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    keys = length
+    unmasked = length // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        keys = tl.minimum(length, first_row + BLOCK_M)
+        unmasked = first_row // BLOCK_N * BLOCK_N
+    if FP8:
+        row_factor = score_factor * scale_factor(tl.load(qs_ptr + at, mask=inside, other=0))
+        out, row_sum, top = _rows_fp8(
+            q, row_factor, acc, k_ptr, v_ptr, ks_ptr + j, vs_ptr + j, j, start, column,
+            columns, first_row, unmasked, keys, length,
+            J, BLOCK_M, BLOCK_N, STAGES, D, BLOCK_D, CAUSAL, TOKEN, WEIGHT_EXPONENT, MAX_LAG,
+        )  # fmt: skip
+    else:
+        top = tl.full([BLOCK_M], _NOTHING_SEEN, tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        for first_key in tl.range(0, unmasked, BLOCK_N, num_stages=STAGES):
+            acc, row_sum, top = _step_bf16(
+                q, score_factor, acc, row_sum, top, k_ptr, v_ptr, j, start,
+                first_row, first_key, length,
+                J, BLOCK_M, BLOCK_N, D, BLOCK_D, CAUSAL, False, MAX_LAG,
+            )  # fmt: skip
+        for first_key in tl.range(unmasked, keys, BLOCK_N, num_stages=1):
+            acc, row_sum, top = _step_bf16(
+                q, score_factor, acc, row_sum, top, k_ptr, v_ptr, j, start,
+                first_row, first_key, length,
+                J, BLOCK_M, BLOCK_N, D, BLOCK_D, CAUSAL, True, MAX_LAG,
+            )  # fmt: skip
+        out = acc * (1.0 / row_sum)[:, None]
+    store_rows(out_ptr, out, token, H * D, rows_left, BLOCK_M, D, BLOCK_D)
+    if RESIDUAL:
+        low = out - out.to(out_ptr.dtype.element_ty).to(tl.float32)
+        store_rows(low_ptr, low, token, H * D, rows_left, BLOCK_M, D, BLOCK_D)
+    tl.store(lse_ptr + at, top + tl.log2(row_sum), mask=inside)

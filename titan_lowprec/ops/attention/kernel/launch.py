@@ -1,0 +1,219 @@
+"""Launchers of the attention kernels: the signatures of the reference, on a CUDA device."""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from titan_lowprec.ops.attention.common import (
+    SAVED_SLOTS,
+    Gradients,
+    Saved,
+    empty_slot,
+    score_factor,
+)
+from titan_lowprec.ops.attention.kernel.backward import (
+    attention_backward_keys,
+    attention_backward_queries,
+)
+from titan_lowprec.ops.attention.kernel.forward import attention_forward
+from titan_lowprec.ops.attention.kernel.support import (
+    check_supported,
+    forward_launch,
+    keys_launch,
+    queries_launch,
+)
+from titan_lowprec.ops.attention.spec import AttentionSpec
+from titan_lowprec.ops.quantize.kernel import (
+    Operand,
+    interpreted,
+    quantize_gradient,
+    quantize_operand,
+    transpose_codes,
+    work_items,
+)
+from titan_lowprec.shapes import Float, Int32, Tensor
+
+
+def _rows(x_NHD: Tensor, rows: int) -> Tensor | TensorDescriptor:
+    """Tokens of one head as tiles of ``rows``; a pointer where features need padding."""
+    N, H, D = x_NHD.shape
+    if triton.next_power_of_2(D) != D:
+        return x_NHD
+    return TensorDescriptor(x_NHD, [N, H * D], [H * D, 1], [rows, D])
+
+
+def _columns(x_HDC: Tensor, columns: int) -> Tensor | TensorDescriptor:
+    """Transposed codes of one head as tiles of ``columns``."""
+    if x_HDC.ndim != 3:
+        return x_HDC
+    H, D, C = x_HDC.shape
+    if triton.next_power_of_2(D) != D:
+        return x_HDC
+    return TensorDescriptor(x_HDC, [H * D, C], [C, 1], [D, columns])
+
+
+def _blocks(cu_seqlens_RM: Tensor, total_tokens: int) -> Tensor:
+    return work_items(cu_seqlens_RM, total_tokens=total_tokens, unit=32, order="document")
+
+
+def _items(cu_seqlens_RM: Tensor, total_tokens: int, unit: int, order: str, mask: str) -> Tensor:
+    chosen = order if mask == "causal" else "full"
+    return work_items(cu_seqlens_RM, total_tokens=total_tokens, unit=unit, order=chosen)
+
+
+def encode_operands(
+    q_NHD: Float[Tensor, "N H D"],
+    k_NJD: Float[Tensor, "N J D"],
+    v_NJD: Float[Tensor, "N J D"],
+    blocks: Int32[Tensor, "items 4"],
+    spec: AttentionSpec,
+) -> tuple[Operand, Operand, Operand]:
+    """Operands of the forward's products: codes, or bf16 values under the ``bf16`` recipe.
+
+    Numerics:
+        ``ops/attention/README.md``, "Operands".
+
+    Source:
+        arXiv:2611.03344, section 3.1.
+    """
+    if spec.quantised:
+        q, k = (
+            quantize_operand(x, blocks, scales=spec.scales, rotate=spec.rotate, transpose=False)
+            for x in (q_NHD, k_NJD)
+        )
+        v = quantize_operand(v_NJD, blocks, scales=spec.scales, rotate=False, transpose=True)
+        return q, k, v
+    none = empty_slot(torch.uint8, q_NHD.device)
+    q, k, v = (Operand(x.to(torch.bfloat16), none, none, none, none) for x in (q_NHD, k_NJD, v_NJD))
+    return q, k, v
+
+
+def forward_triton(
+    q_NHD: Float[Tensor, "N H D"],
+    k_NJD: Float[Tensor, "N J D"],
+    v_NJD: Float[Tensor, "N J D"],
+    cu_seqlens_RM: Int32[Tensor, "R M1"],
+    spec: AttentionSpec,
+) -> Saved:
+    """Compute what ``forward_reference`` computes, without reading the offsets on the host.
+
+    Args:
+        q_NHD: Queries of packed rows, contiguous.
+        k_NJD: Keys, contiguous.
+        v_NJD: Values, contiguous.
+        cu_seqlens_RM: Document offsets of each row, relative to the row.
+        spec: What to compute; see ``unsupported_reason``.
+
+    Raises:
+        ValueError: The kernels do not support ``spec``, the head dimension or the device.
+
+    Numerics:
+        ``ops/attention/README.md``, "Formulas, forward", ``fold="hopper"``. Products of codes
+        accumulate in the tensor core over one tile, then in fp32.
+
+    Source:
+        arXiv:2611.03344, sections 3.1-3.6.
+    """
+    check_supported("forward_triton", spec, q_NHD)
+    N, H, D = q_NHD.shape
+    J = k_NJD.shape[1]
+    device = q_NHD.device
+    blocks = _blocks(cu_seqlens_RM, N)
+    q, k, v = encode_operands(q_NHD, k_NJD, v_NJD, blocks, spec)
+    residual = spec.output_residual and q_NHD.dtype == torch.bfloat16
+    out = torch.empty_like(q_NHD)
+    low = torch.empty_like(q_NHD) if residual else empty_slot(torch.bfloat16, device)
+    lse2 = torch.empty((N, H), dtype=torch.float32, device=device)
+    launch = forward_launch(spec, D)
+    items = _items(cu_seqlens_RM, N, launch.rows, "queries", spec.mask)
+    v_tiles = (
+        _columns(v.transposed_HDC, spec.tile_k)
+        if spec.quantised
+        else _rows(v.codes_NHD, spec.tile_k)
+    )
+    attention_forward[(items.shape[0], H)](
+        _rows(q.codes_NHD, launch.rows), _rows(k.codes_NHD, spec.tile_k), v_tiles,
+        q.scale_NH, k.scale_NH, v.scale_NH, out, low, lse2, items,
+        32 * blocks.shape[0], score_factor(D),
+        H=H, J=J, D=D, BLOCK_D=triton.next_power_of_2(D),
+        BLOCK_M=launch.rows, BLOCK_N=spec.tile_k, STAGES=launch.stages,
+        FP8=spec.quantised, CAUSAL=spec.mask == "causal", TOKEN=spec.scales == "token",
+        RESIDUAL=residual, WEIGHT_EXPONENT=spec.weight_exponent, MAX_LAG=spec.max_lag,
+        num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    slots = {name: empty_slot(torch.uint8, device) for name in SAVED_SLOTS}
+    slots |= {"out_NHD": out, "lse2_NH": lse2, "out_low": low}
+    for name, operand in {"q": q, "k": k, "v": v}.items():
+        slots |= {f"{name}_codes": operand.codes_NHD, f"{name}_scale": operand.scale_NH}
+    return Saved(**slots)
+
+
+def backward_triton(
+    grad_out_NHD: Float[Tensor, "N H D"],
+    saved: Saved,
+    cu_seqlens_RM: Int32[Tensor, "R M1"],
+    spec: AttentionSpec,
+) -> Gradients:
+    """Compute what ``backward_reference`` computes, without reading the offsets on the host.
+
+    Args:
+        grad_out_NHD: Gradient of the output, contiguous.
+        saved: What the forward of either implementation saved under the same specification.
+        cu_seqlens_RM: The forward's document offsets.
+        spec: The forward's specification.
+
+    Raises:
+        ValueError: As ``forward_triton``.
+
+    Numerics:
+        ``ops/attention/README.md``, "Formulas, backward", groups ``line``. Every gradient is
+        summed by one program in a fixed order: equal inputs give equal bits.
+
+    Source:
+        arXiv:2611.03344, sections 3.1-3.6.
+    """
+    check_supported("backward_triton", spec, saved.out_NHD)
+    N, H, D = saved.out_NHD.shape
+    J = saved.k_codes.shape[1]
+    blocks = _blocks(cu_seqlens_RM, N)
+    grad = grad_out_NHD if spec.quantised else grad_out_NHD.to(torch.bfloat16)
+    g = quantize_gradient(
+        grad, saved.out_NHD, saved.out_low, saved.lse2_NH, blocks,
+        scales=spec.scales if spec.quantised else None,
+    )  # fmt: skip
+    none = empty_slot(torch.uint8, saved.out_NHD.device)
+    qt = transpose_codes(saved.q_codes, blocks) if spec.quantised else none
+    kt = transpose_codes(saved.k_codes, blocks) if spec.quantised else none
+    dq = torch.empty_like(saved.out_NHD)
+    dk, dv = (torch.empty((N, J, D), dtype=dq.dtype, device=dq.device) for _ in range(2))
+    common = {
+        "H": H, "J": J, "D": D, "BLOCK_D": triton.next_power_of_2(D),
+        "FP8": spec.quantised, "CAUSAL": spec.mask == "causal",
+        "TOKEN": spec.scales == "token", "ROTATE": spec.rotate,
+        "PRODUCT_TYPE": tl.float32 if interpreted() else tl.bfloat16,
+    }  # fmt: skip
+    factors = (32 * blocks.shape[0], score_factor(D), D**-0.5)
+    launch = keys_launch(spec, D)
+    items = _items(cu_seqlens_RM, N, launch.rows, "keys", spec.mask)
+    attention_backward_keys[(items.shape[0], J)](
+        _rows(saved.q_codes, spec.tile_q), _rows(saved.k_codes, launch.rows),
+        _rows(saved.v_codes, launch.rows), _rows(g.codes_NHD, spec.tile_q),
+        _columns(qt, spec.tile_q), _columns(g.transposed_HDC, spec.tile_q),
+        saved.q_scale, saved.k_scale, saved.v_scale,
+        g.shifted_lse_HC, g.delta_HC, dk, dv, items, *factors,
+        BLOCK_M=spec.tile_q, BLOCK_N=launch.rows, STAGES=launch.stages,
+        num_warps=launch.warps, num_stages=launch.stages, **common,
+    )  # fmt: skip
+    launch = queries_launch(spec, D)
+    items = _items(cu_seqlens_RM, N, launch.rows, "queries", spec.mask)
+    attention_backward_queries[(items.shape[0], H)](
+        _rows(saved.q_codes, launch.rows), _rows(saved.k_codes, spec.tile_k),
+        _rows(saved.v_codes, spec.tile_k), _rows(g.codes_NHD, launch.rows),
+        _columns(kt, spec.tile_k),
+        saved.q_scale, saved.k_scale, saved.v_scale, g.scale_NH,
+        saved.lse2_NH, g.delta_HC, dq, items, *factors,
+        BLOCK_M=launch.rows, BLOCK_N=spec.tile_k, STAGES=launch.stages,
+        num_warps=launch.warps, num_stages=launch.stages, **common,
+    )  # fmt: skip
+    return Gradients(dq, dk, dv)

@@ -1,0 +1,96 @@
+"""Which calls the attention kernels take, and with which tiles they run."""
+
+from dataclasses import dataclass
+
+import torch
+
+from titan_lowprec.ops.attention.spec import AttentionSpec
+from titan_lowprec.ops.quantize.kernel import interpreted
+from titan_lowprec.shapes import Tensor
+
+TESTED_CAPABILITIES = ((9, 0),)
+"""CUDA compute capabilities on which the tests have passed."""
+
+HEAD_DIMS = (64, 96, 128)
+TILE_SIZES = (64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Tile rows and columns (columns come from the specification), warps and pipeline stages.
+
+    One launch per recipe and head dimension, never a function of lengths or document counts: a
+    document gets the same bits alone and in any row.
+    """
+
+    rows: int
+    warps: int
+    stages: int
+
+
+def forward_launch(spec: AttentionSpec, head_dim: int) -> Launch:
+    """Rows are queries. Two programs of 64 rows share a multiprocessor and hide each other."""
+    return Launch(rows=64, warps=4, stages=3)
+
+
+def keys_launch(spec: AttentionSpec, head_dim: int) -> Launch:
+    """Rows are keys, columns ``tile_q`` queries."""
+    return Launch(rows=64, warps=4, stages=2)
+
+
+def queries_launch(spec: AttentionSpec, head_dim: int) -> Launch:
+    """Rows are queries."""
+    return Launch(rows=64, warps=4, stages=2)
+
+
+def unsupported_reason(
+    spec: AttentionSpec,
+    *,
+    head_dim: int,
+    device: torch.device,
+    allow_untested: bool = False,
+) -> str | None:
+    """Say why the kernels do not take a call, or None.
+
+    Args:
+        spec: What the call computes.
+        head_dim: Its head dimension.
+        device: Where it would run.
+        allow_untested: Accept CUDA architectures on which nobody has run the tests.
+
+    Numerics:
+        None.
+
+    Source:
+        STYLE, "nothing falls back silently".
+    """
+    fixed: dict[str, object] = {"dq_accum": "fp32", "centring": False, "row_sum": "unrounded"}
+    if spec.quantised:
+        fixed |= {"fold": "hopper", "gradient_groups": "line", "dv_exponent": "tile"}
+    if spec.recipe not in ("bf16", "mxfp8"):
+        return f"recipe must be 'bf16' or 'mxfp8', got {spec.recipe!r}"
+    for name, value in fixed.items():
+        if getattr(spec, name) != value:
+            return f"{name} must be {value!r}, got {getattr(spec, name)!r}"
+    if spec.tile_q not in TILE_SIZES or spec.tile_k not in TILE_SIZES:
+        return f"tile_q and tile_k must be in {TILE_SIZES}, got {spec.tile_q} and {spec.tile_k}"
+    if head_dim not in HEAD_DIMS:
+        return f"the head dimension must be in {HEAD_DIMS}, got {head_dim}"
+    if interpreted():
+        return None
+    if device.type != "cuda":
+        return f"the kernels need a CUDA device, got {device}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability not in TESTED_CAPABILITIES and not allow_untested:
+        return (
+            f"the compute capability must be in {TESTED_CAPABILITIES}, where the kernels are "
+            f"tested, got {capability}"
+        )
+    return None
+
+
+def check_supported(who: str, spec: AttentionSpec, q: Tensor) -> None:
+    """Raise where ``unsupported_reason`` finds one."""
+    reason = unsupported_reason(spec, head_dim=q.shape[-1], device=q.device)
+    if reason is not None:
+        raise ValueError(f"{who}: {reason}; use impl='reference'")

@@ -1,0 +1,163 @@
+"""Tiles of attention kernels: loads, masks, and exponents laid out like an accumulator.
+
+An fp32 accumulator ``[M, N]`` is viewed as ``[M, N // 32, 4, 4, 2]``: token blocks, eights of
+columns, threads of a quad, pairs. Everything but the threads' axis then lies inside one thread, so
+a factor a block costs no more than a factor a tile.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+from titan_lowprec.formats.catalogue import E4M3FN
+from titan_lowprec.ops.quantize.kernel import scale_byte
+
+_LOG2_E4M3_MAX = tl.constexpr(math.log2(E4M3FN.max_value))
+_LOWEST_EXPONENT = tl.constexpr(-16384.0)
+
+
+@triton.jit
+def block_bytes(scale_ptr, token, stride, length, BLOCKS: tl.constexpr, TOKEN: tl.constexpr):
+    """Scale bytes of a tile's tokens: ``[blocks]`` of their first tokens, or one a token.
+
+    In both cases shaped ``[1, BLOCKS, 4, 4, 2]`` or ``[1, BLOCKS, 1, 1, 1]``: how an accumulator
+    of ``32 * BLOCKS`` columns lies in blocks, eights, threads and pairs.
+    """
+    if TOKEN:
+        column = tl.arange(0, BLOCKS * 32)
+        byte = tl.load(scale_ptr + (token + column) * stride, mask=column < length, other=0)
+        byte = tl.reshape(byte, [1, BLOCKS, 4, 4, 2])
+    else:
+        block = tl.arange(0, BLOCKS)
+        byte = tl.load(scale_ptr + (token + block * 32) * stride, mask=block * 32 < length, other=0)
+        byte = byte[None, :, None, None, None]
+    return byte
+
+
+@triton.jit
+def normal_factor(factor):
+    """Keep a product of scale factors off zero and infinity: -inf times it stays -inf."""
+    clamped = tl.minimum(tl.maximum(factor, 1.1754943508222875e-38), 1.7e38)
+    return tl.where(factor == factor, clamped, float("nan"))
+
+
+@triton.jit
+def tile_maximum(x):
+    """Row maxima ``[M]`` of ``[M, blocks, eights, threads, pairs]``; over threads last."""
+    return tl.max(tl.max(tl.max(tl.max(x, 4), 2), 1), 1)
+
+
+@triton.jit
+def as_rows(x):
+    """``[M]`` as ``[M, 1, 1, 1, 1]``."""
+    return x[:, None, None, None, None]
+
+
+@triton.jit
+def load_rows(
+    source, token, head, length,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``[ROWS, BLOCK_D]`` of consecutive tokens of a head, from ``(N, HEADS * D)``.
+
+    With a descriptor (head dimensions that are powers of two) rows past the document hold other
+    tokens, or zeros past the last one: what is computed from them is masked. With a pointer they
+    are zero.
+    """
+    if D == BLOCK_D:
+        x = source.load([token, head * D])
+    else:
+        row = tl.arange(0, ROWS)
+        feature = tl.arange(0, BLOCK_D)
+        at = (token + row).to(tl.int64)[:, None] * (HEADS * D) + head * D + feature[None, :]
+        inside = (row < length)[:, None] & (feature < D)[None, :]
+        x = tl.load(source + at, mask=inside, other=0.0)
+    return x
+
+
+@triton.jit
+def load_transposed(
+    source, column, head, columns,
+    COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``[BLOCK_D, COLUMNS]`` of transposed codes; their buffer is readable past any document."""
+    if D == BLOCK_D:
+        x = source.load([head * D, column])
+    else:
+        feature = tl.arange(0, BLOCK_D)
+        at = (head * D + feature).to(tl.int64)[:, None] * columns
+        at += (column + tl.arange(0, COLUMNS))[None, :]
+        x = tl.load(source + at, mask=(feature < D)[:, None], other=0.0)
+    return x
+
+
+@triton.jit
+def visible(first_row, first_column, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+             CAUSAL: tl.constexpr, ROWS_ARE_KEYS: tl.constexpr):  # fmt: skip
+    """Which (row, column) pairs of a tile attend; columns past the document never do."""
+    row = first_row + tl.arange(0, ROWS)
+    column = first_column + tl.arange(0, COLUMNS)
+    seen = (column < length)[None, :] & (row >= 0)[:, None]
+    if CAUSAL:
+        if ROWS_ARE_KEYS:
+            seen = seen & (row[:, None] <= column[None, :])
+        else:
+            seen = seen & (row[:, None] >= column[None, :])
+    return seen
+
+
+@triton.jit
+def store_rows(ptr, x, token, stride, length, ROWS: tl.constexpr, D: tl.constexpr,
+                BLOCK_D: tl.constexpr):  # fmt: skip
+    row = tl.arange(0, ROWS)
+    feature = tl.arange(0, BLOCK_D)
+    inside = (row < length)[:, None]
+    if D < BLOCK_D:
+        inside = inside & (feature < D)[None, :]
+    at = ptr + (token + row).to(tl.int64)[:, None] * stride + feature[None, :]
+    tl.store(at, x.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def finite_factor(byte):
+    """fp32 value of ue8m0 bytes, with 255 as 2**127: the NaN it marks travels another way."""
+    bits = tl.minimum(byte.to(tl.int32), 254) << 23
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def cast_exponent(amax):
+    """Smallest exponent, as fp32, that brings magnitudes up to amax into e4m3: the rceil rule."""
+    bits = amax.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.minimum(scale_byte(bits), 254).to(tl.float32) - 127.0
+
+
+@triton.jit
+def cast_exponent_log2(highest):
+    """The same from log2 of the maximum; -inf (nothing visible) gives a large negative number."""
+    return tl.maximum(tl.ceil(highest - _LOG2_E4M3_MAX), _LOWEST_EXPONENT)
+
+
+@triton.jit
+def fold_and_cast(u, column_factor, ELEMENTWISE: tl.constexpr):
+    """e4m3 codes of ``u * column_factor`` with one exponent a row, and the exponents ``[M]``."""
+    if ELEMENTWISE:
+        highest = tile_maximum(tl.abs(u) * column_factor)
+    else:
+        highest = tl.max(tl.max(tl.abs(u), 4, keep_dims=True), 2, keep_dims=True)
+        highest = tile_maximum(highest * column_factor)
+    exponent = tl.maximum(cast_exponent(highest), -100.0)
+    factor = tl.minimum(column_factor * as_rows(tl.exp2(-exponent)), 1.7e38)  # 0 stays 0
+    return (u * factor).to(tl.float8e4nv), exponent
+
+
+@triton.jit
+def load_columns(ptr, column, left, COLUMNS: tl.constexpr, MASKED: tl.constexpr, other):
+    """One fp32 value a token, ``[1, blocks, 4, 4, 2]``; ``other`` past the document when MASKED."""
+    place = tl.arange(0, COLUMNS)
+    if MASKED:
+        x = tl.load(ptr + column + place, mask=place < left, other=other)
+    else:
+        x = tl.load(ptr + column + place)
+    return tl.reshape(x, [1, COLUMNS // 32, 4, 4, 2])
