@@ -197,8 +197,13 @@ def _attention_forward(
         # These slots are the inputs, which an op may not return; autograd saves them itself.
         hidden = {name: empty_slot(torch.bfloat16, q.device) for name in _INPUT_SLOTS}
         named = zip(SAVED_SLOTS, saved.tensors(), strict=True)
-        return tuple(hidden.get(name, tensor) for name, tensor in named)
-    return tuple(_as_bytes(tensor) for tensor in saved.tensors())
+        return tuple(hidden.get(name, _own_empty(tensor)) for name, tensor in named)
+    return tuple(_own_empty(_as_bytes(tensor)) for tensor in saved.tensors())
+
+
+def _own_empty(tensor: Tensor) -> Tensor:
+    """Give an unused slot a storage of its own: the outputs of an op may not share one."""
+    return torch.empty_like(tensor) if tensor.numel() == 0 else tensor
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
