@@ -6,7 +6,6 @@ import torch
 
 from titan_lowprec.ops.attention.reference.backward import cast_key_side, cast_query_side
 from titan_lowprec.ops.attention.reference.forward import forward_reference
-from titan_lowprec.ops.attention.reference.operands import product_operands
 from titan_lowprec.ops.attention.reference.pairs import pair_inputs, pair_terms
 from titan_lowprec.ops.attention.reference.tiles import plan_tiles
 from titan_lowprec.ops.attention.reference.token_operands import token_tiles
@@ -56,9 +55,8 @@ def gradient_statistics(
     if not plan.documents:
         raise ValueError("gradient_statistics: a document with a token is required, got none")
     inputs = pair_inputs(grad_out_NHD, saved, cu_seqlens_RM, plan, spec)
-    q, k, _ = product_operands(saved, spec)
-    q_tiles = token_tiles(q, plan.q_token_QT, spec, causal_groups=False)
-    k_tiles = token_tiles(k, plan.k_token_KS, spec, causal_groups=True)
+    q_tiles = token_tiles(inputs.q, plan.q_token_QT, spec, causal_groups=False)
+    k_tiles = token_tiles(inputs.k, plan.k_token_KS, spec, causal_groups=True)
     g_tiles = token_tiles(inputs.g, plan.q_token_QT, spec, causal_groups=False)
     lost, present = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
     sums = torch.zeros_like(inputs.lse2_QJRT)

@@ -13,7 +13,6 @@ from titan_lowprec.ops.attention.reference.casts import (
     round_nvfp4,
     round_plain,
 )
-from titan_lowprec.ops.attention.reference.operands import product_operands
 from titan_lowprec.ops.attention.reference.pairs import PairTerms, pair_inputs, pair_terms
 from titan_lowprec.ops.attention.reference.tiles import gather_tiles, plan_tiles, scatter_tiles
 from titan_lowprec.ops.attention.reference.token_operands import RightOperand, token_tiles
@@ -49,25 +48,24 @@ def backward_reference(
         dq = torch.zeros_like(saved.out_NHD)
         return Gradients(dq, dq.new_zeros(saved.k_codes.shape), dq.new_zeros(saved.k_codes.shape))
     inputs = pair_inputs(grad_out_NHD, saved, cu_seqlens_RM, plan, spec)
-    q, k, v = product_operands(saved, spec)
-    q_tiles = token_tiles(q, plan.q_token_QT, spec, causal_groups=False)
-    k_tiles = token_tiles(k, plan.k_token_KS, spec, causal_groups=True)
+    q_tiles = token_tiles(inputs.q, plan.q_token_QT, spec, causal_groups=False)
+    k_tiles = token_tiles(inputs.k, plan.k_token_KS, spec, causal_groups=True)
     g_tiles = token_tiles(inputs.g, plan.q_token_QT, spec, causal_groups=False)
     dq = _QueryGradient.start(inputs.scores.q_QJRTD, spec)
     if spec.dq_accum == "fp16_boost":
-        boost_NH = boost_exponents(inputs.g, v, k, plan.documents, spec)
+        boost_NH = boost_exponents(inputs.g, inputs.v, inputs.k, plan.documents, spec)
         dq = _QueryGradient.boosted(dq, gather_tiles(boost_NH, plan.q_token_QT, padding=0.0))
     dk = torch.zeros_like(inputs.scores.k_KJSD)
     dv = torch.zeros_like(dk)
     for step in plan.diagonal_steps:
         terms = pair_terms(inputs, plan, step, spec)
-        left_dv = cast_key_side(terms.P, terms, g_tiles.rows(step.q_tile_P), spec, weights=True)
-        left_dk = cast_key_side(terms.U, terms, q_tiles.rows(step.q_tile_P), spec, weights=False)
-        dv[step.k_tile_P] += _over_queries(left_dv, g_tiles.rows(step.q_tile_P))
-        dk[step.k_tile_P] += _over_queries(left_dk, q_tiles.rows(step.q_tile_P))
-        right = k_tiles.right_operand(plan, step)
-        dq.add(step.q_tile_P, _over_keys(cast_query_side(terms, right, spec), right))
-    alpha = q.values_NHD.shape[-1] ** -0.5
+        g, q = g_tiles.rows(step.q_tile_P), q_tiles.rows(step.q_tile_P)
+        k = k_tiles.right_operand(plan, step)
+        weights = cast_key_side(terms.P, terms, g, spec, weights=True)
+        dv[step.k_tile_P] += _over_queries(weights, g)
+        dk[step.k_tile_P] += _over_queries(cast_key_side(terms.U, terms, q, spec, weights=False), q)
+        dq.add(step.q_tile_P, _over_keys(cast_query_side(terms, k, spec), k))
+    alpha = inputs.q.values_NHD.shape[-1] ** -0.5
     dq_NHD = scatter_tiles(dq.total().flatten(1, 2), plan.q_token_QT, total_tokens=N, fill=0.0)
     dk_NJD, dv_NJD = (scatter_tiles(x, plan.k_token_KS, total_tokens=N, fill=0.0) for x in (dk, dv))
     dq_NHD, dk_NJD = dq_NHD * alpha, dk_NJD * alpha

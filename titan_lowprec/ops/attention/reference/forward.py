@@ -99,8 +99,8 @@ def _softmax_rows(saved: Saved, plan: TilePlan, spec: AttentionSpec) -> SoftmaxR
     """Run the online softmax; None without a document."""
     if not plan.documents:
         return None
-    scores = score_tiles(*score_operands(saved, spec), plan)
-    _, _, v = product_operands(saved, spec)
+    q, k, v = product_operands(saved, spec)
+    scores = score_tiles(*score_operands(saved, q, k, spec), plan)
     values = token_tiles(v, plan.k_token_KS, spec, causal_groups=True)
     Q, J, R, T, D = scores.q_QJRTD.shape
     zeros = torch.zeros((Q, J, R, T), device=v.values_NHD.device)

@@ -13,7 +13,6 @@ from titan_lowprec.ops.attention.spec import AttentionSpec
 from titan_lowprec.ops.hadamard.api import hadamard
 from titan_lowprec.ops.quantize.api import (
     Nvfp4,
-    TokenBlocks,
     dequantize_nvfp4,
     quantize_nvfp4,
     quantize_token_blocks,
@@ -71,8 +70,9 @@ def encode_operands(
     if spec.recipe == "nvfp4_full":
         values = zip("qkv", (q_NHD, k_NJD, v_NJD), strict=True)
         return slots | {f"{name}_codes": x.to(torch.float32, copy=True) for name, x in values}
+    block_N = _block_of_token(cu_seqlens_RM, q_NHD.shape[0])
     for name, x in zip("qkv", (q_NHD, k_NJD, v_NJD), strict=True):
-        blocks = encode_token_blocks(x, cu_seqlens_RM, spec)
+        blocks = quantize_token_blocks(x, block_N, scales=spec.scales)
         slots |= {f"{name}_codes": blocks.codes_NHD, f"{name}_scale": blocks.scale_NH}
     if spec.recipe == "nvfp4_mixed":
         for name, x in zip("qk", (q_NHD, k_NJD), strict=True):
@@ -82,13 +82,9 @@ def encode_operands(
     return slots
 
 
-def encode_token_blocks(
-    x_NHD: Float[Tensor, "N H D"], cu_seqlens_RM: Int32[Tensor, "R M1"], spec: AttentionSpec
-) -> TokenBlocks:
-    """Quantise packed tokens to e4m3fn under the specification's sharing of exponents."""
+def _block_of_token(cu_seqlens_RM: Int32[Tensor, "R M1"], total_tokens: int) -> Int32[Tensor, " N"]:
     rows = max(cu_seqlens_RM.shape[0], 1)
-    block_N = row_metadata(cu_seqlens_RM, row_tokens=x_NHD.shape[0] // rows).block_index_N
-    return quantize_token_blocks(x_NHD, block_N, scales=spec.scales)
+    return row_metadata(cu_seqlens_RM, row_tokens=total_tokens // rows).block_index_N
 
 
 def product_operands(saved: Saved, spec: AttentionSpec) -> tuple[Operand, Operand, Operand]:
@@ -105,14 +101,15 @@ def product_operands(saved: Saved, spec: AttentionSpec) -> tuple[Operand, Operan
     return q, k, v
 
 
-def score_operands(saved: Saved, spec: AttentionSpec) -> tuple[Operand, Operand]:
-    """Q and K as the scores use them, forward and backward alike."""
+def score_operands(
+    saved: Saved, q: Operand, k: Operand, spec: AttentionSpec
+) -> tuple[Operand, Operand]:
+    """Q and K as the scores use them, forward and backward alike, from the product operands."""
     if spec.recipe == "nvfp4_mixed":
         return (
             _nvfp4_operand(saved.q4_codes, saved.q4_scale),
             _nvfp4_operand(saved.k4_codes, saved.k4_scale),
         )
-    q, k, _ = product_operands(saved, spec)
     if spec.recipe == "nvfp4_full":
         return plain_operand(round_nvfp4(q.values_NHD)), plain_operand(round_nvfp4(k.values_NHD))
     return q, k
@@ -137,5 +134,6 @@ def gradient_operand(
         return plain_operand(round_plain(grad_out_NHD.to(torch.float32), spec))
     if spec.recipe == "nvfp4_full":
         return plain_operand(round_nvfp4(grad_out_NHD.to(torch.float32)))
-    blocks = encode_token_blocks(grad_out_NHD, cu_seqlens_RM, spec)
+    block_N = _block_of_token(cu_seqlens_RM, grad_out_NHD.shape[0])
+    blocks = quantize_token_blocks(grad_out_NHD, block_N, scales=spec.scales)
     return coded_operand(blocks.codes_NHD, blocks.scale_NH)

@@ -23,6 +23,10 @@ from titan_lowprec.shapes import Bool, Float, Float32, Int32, Tensor
 class PairInputs:
     """Everything from which the terms of any tile pair are computed."""
 
+    q: Operand
+    """As the products over tokens use it; so k and v."""
+    k: Operand
+    v: Operand
     g: Operand
     """The incoming gradient in the representation that dP and D share."""
     scores: ScoreTiles
@@ -56,20 +60,22 @@ def pair_inputs(
 ) -> PairInputs:
     """Gather the backward's operands into tiles and compute D."""
     g = gradient_operand(grad_out_NHD, cu_seqlens_RM, spec)
-    _, _, v = product_operands(saved, spec)
-    if spec.recipe == "nvfp4_full":
-        v = plain_operand(round_nvfp4(v.values_NHD))
-    scores = score_tiles(*score_operands(saved, spec), plan)
+    q, k, v = product_operands(saved, spec)
+    v_of_dp = plain_operand(round_nvfp4(v.values_NHD)) if spec.recipe == "nvfp4_full" else v
+    scores = score_tiles(*score_operands(saved, q, k, spec), plan)
     rows = scores.q_QJRTD.shape[:-1]
     g_tiles = gather_tiles(g.values_NHD, plan.q_token_QT, padding=0.0)
     centre_QHT = gather_tiles(_output_centre(g, saved), plan.q_token_QT, padding=0.0)
     inputs = PairInputs(
+        q=q,
+        k=k,
+        v=v,
         g=g,
         scores=scores,
         g_QJRTD=g_tiles.reshape(scores.q_QJRTD.shape),
         g_factor_QJRT=gather_tiles(g.factor_NH, plan.q_token_QT, padding=1.0).reshape(rows),
-        v_KJSD=gather_tiles(v.values_NHD, plan.k_token_KS, padding=0.0),
-        v_factor_KJS=gather_tiles(v.factor_NH, plan.k_token_KS, padding=1.0),
+        v_KJSD=gather_tiles(v_of_dp.values_NHD, plan.k_token_KS, padding=0.0),
+        v_factor_KJS=gather_tiles(v_of_dp.factor_NH, plan.k_token_KS, padding=1.0),
         lse2_QJRT=gather_tiles(saved.lse2_NH, plan.q_token_QT, padding=torch.inf).reshape(rows),
         centre_QJRT=centre_QHT.reshape(rows),
     )
