@@ -32,7 +32,7 @@ def _keys_step_fp8(
     left = length - first_query
     lse = load_columns(lse_ptr, column, left, BLOCK_M, MASKED, float("inf"))
     delta = load_columns(delta_ptr, column, left, BLOCK_M, MASKED, 0.0)
-    q = load_rows(q_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D)
+    q = load_rows(q_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, False)
     s = tl.reshape(tl.dot(k, tl.trans(q)), [BLOCK_N, BLOCKS, 4, 4, 2])
     t = s * (as_rows(k_factor) * q_factor) - lse  # log2 of P * 2**e_g
     if MASKED:
@@ -41,7 +41,7 @@ def _keys_step_fp8(
         t = tl.where(seen, t, float("-inf"))
     exponent = cast_exponent_log2(tile_maximum(t))
     p = tl.exp2(t - as_rows(exponent))
-    g = load_rows(g_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D)
+    g = load_rows(g_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, False)
     e = tl.reshape(tl.dot(v, tl.trans(g)), [BLOCK_N, BLOCKS, 4, 4, 2])
     u = p * (e * as_rows(v_factor) - delta)
     if MASKED:
@@ -68,9 +68,9 @@ def _keys_step_bf16(
         load_columns(lse_ptr, column, left, BLOCK_M, MASKED, float("inf")), [1, BLOCK_M]
     )
     delta = tl.reshape(load_columns(delta_ptr, column, left, BLOCK_M, MASKED, 0.0), [1, BLOCK_M])
-    q = load_rows(q_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D)
+    q = load_rows(q_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, MASKED)
     p = tl.exp2(tl.dot(k, tl.trans(q)) * score_factor - lse)
-    g = load_rows(g_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D)
+    g = load_rows(g_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, MASKED)
     u = p * (tl.dot(v, tl.trans(g)) - delta)
     if MASKED:
         seen = visible(first_key, first_query, length, BLOCK_N, BLOCK_M, CAUSAL, True)
@@ -173,8 +173,8 @@ def attention_backward_keys(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if length > 0:
-        k = load_rows(k_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D)
-        v = load_rows(v_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D)
+        k = load_rows(k_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D, False)
+        v = load_rows(v_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D, False)
         k_factor = score_factor
         v_factor = 1.0
         if FP8:
@@ -218,10 +218,10 @@ def _queries_step_fp8(
     """One tile of keys; dP and D are in units of the query's gradient scale."""
     BLOCKS: tl.constexpr = BLOCK_N // 32
     left = length - first_key
-    k = load_rows(k_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D)
+    k = load_rows(k_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D, False)
     s = tl.reshape(tl.dot(q, tl.trans(k)), [BLOCK_M, BLOCKS, 4, 4, 2])
     p = tl.exp2(s * (as_rows(row_factor) * k_factor) - as_rows(lse))
-    v = load_rows(v_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D)
+    v = load_rows(v_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D, False)
     e = tl.reshape(tl.dot(g, tl.trans(v)), [BLOCK_M, BLOCKS, 4, 4, 2])
     u = p * (e * v_factor - as_rows(delta))
     if MASKED:
@@ -242,8 +242,8 @@ def _queries_step_bf16(
 ):  # fmt: skip
     token = start + first_key
     left = length - first_key
-    k = load_rows(k_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D)
-    v = load_rows(v_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D)
+    k = load_rows(k_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D, MASKED)
+    v = load_rows(v_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D, False)
     p = tl.exp2(tl.dot(q, tl.trans(k)) * score_factor - lse[:, None])
     u = p * (tl.dot(g, tl.trans(v)) - delta[:, None])
     if MASKED:
@@ -275,8 +275,8 @@ def attention_backward_queries(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if length > 0:
         j = head // (H // J)
-        q = load_rows(q_ptr, token, head, left, BLOCK_M, H, D, BLOCK_D)
-        g = load_rows(g_ptr, token, head, left, BLOCK_M, H, D, BLOCK_D)
+        q = load_rows(q_ptr, token, head, left, BLOCK_M, H, D, BLOCK_D, False)
+        g = load_rows(g_ptr, token, head, left, BLOCK_M, H, D, BLOCK_D, False)
         row = tl.arange(0, BLOCK_M)
         at = (token + row).to(tl.int64) * H + head
         lse = tl.load(lse_ptr + at, mask=row < left, other=float("inf"))

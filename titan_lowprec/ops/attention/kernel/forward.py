@@ -89,7 +89,9 @@ def _rows_fp8(
         next_factor, next_exponent = _tile_scales(
             ks_ptr, vs_ptr, token + following, J, length - following, BLOCKS, TOKEN
         )
-        k = load_rows(k_ptr, token + first_key, j, length - first_key, BLOCK_N, J, D, BLOCK_D)
+        k = load_rows(
+            k_ptr, token + first_key, j, length - first_key, BLOCK_N, J, D, BLOCK_D, False
+        )
         s = tl.dot(q, tl.trans(k))
         p, gain, total, top, reference = _softmax_fp8(
             s, row_factor, k_factor, v_exponent, total, top, reference, first_row, first_key,
@@ -104,7 +106,7 @@ def _rows_fp8(
         k_factor, v_exponent = _tile_scales(
             ks_ptr, vs_ptr, token + first_key, J, left, BLOCKS, TOKEN
         )
-        k = load_rows(k_ptr, token + first_key, j, left, BLOCK_N, J, D, BLOCK_D)
+        k = load_rows(k_ptr, token + first_key, j, left, BLOCK_N, J, D, BLOCK_D, False)
         v = load_transposed(v_ptr, column + first_key, j, columns, BLOCK_N, D, BLOCK_D)
         s = tl.dot(q, tl.trans(k))
         p, gain, total, top, reference = _softmax_fp8(
@@ -124,8 +126,8 @@ def _step_bf16(
 ):  # fmt: skip
     token += first_key
     left = length - first_key
-    k = load_rows(k_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D)
-    v = load_rows(v_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D)
+    k = load_rows(k_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D, False)
+    v = load_rows(v_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D, MASKED)
     s = tl.dot(q, tl.trans(k))
     if MASKED:
         seen = visible(first_row, first_key, length, BLOCK_M, BLOCK_N, CAUSAL, False)
@@ -172,7 +174,7 @@ def attention_forward(
         tl.store(lse_ptr + at, tl.full([BLOCK_M], float("inf"), tl.float32), mask=inside)
         return
     j = head // (H // J)
-    q = load_rows(q_ptr, token, head, rows_left, BLOCK_M, H, D, BLOCK_D)
+    q = load_rows(q_ptr, token, head, rows_left, BLOCK_M, H, D, BLOCK_D, False)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     keys = length
     unmasked = length // BLOCK_N * BLOCK_N

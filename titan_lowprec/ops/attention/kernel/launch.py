@@ -89,6 +89,32 @@ def encode_operands(
     return q, k, v
 
 
+def encode_all(
+    q_NHD: Float[Tensor, "N H D"],
+    k_NJD: Float[Tensor, "N J D"],
+    v_NJD: Float[Tensor, "N J D"],
+    cu_seqlens_RM: Int32[Tensor, "R M1"],
+    grad_out_NHD: Float[Tensor, "N H D"],
+    saved: Saved,
+    spec: AttentionSpec,
+) -> None:
+    """Do the quantisation of one forward and one backward and drop it, for benchmarks.
+
+    Numerics:
+        As ``forward_triton`` and ``backward_triton``.
+
+    Source:
+        arXiv:2611.03344, section 4: times include quantisation.
+    """
+    blocks = _blocks(cu_seqlens_RM, q_NHD.shape[0])
+    encode_operands(q_NHD, k_NJD, v_NJD, blocks, spec)
+    quantize_gradient(
+        grad_out_NHD, saved.out_NHD, saved.out_low, saved.lse2_NH, blocks, scales=spec.scales
+    )
+    transpose_codes(saved.q_codes, blocks)
+    transpose_codes(saved.k_codes, blocks)
+
+
 def forward_triton(
     q_NHD: Float[Tensor, "N H D"],
     k_NJD: Float[Tensor, "N J D"],

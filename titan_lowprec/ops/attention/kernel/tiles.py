@@ -58,15 +58,18 @@ def as_rows(x):
 def load_rows(
     source, token, head, length,
     ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    CLEAN: tl.constexpr,
 ):  # fmt: skip
     """``[ROWS, BLOCK_D]`` of consecutive tokens of a head, from ``(N, HEADS * D)``.
 
     With a descriptor (head dimensions that are powers of two) rows past the document hold other
-    tokens, or zeros past the last one: what is computed from them is masked. With a pointer they
-    are zero.
+    tokens, or zeros past the last one; what is computed from them is masked. Codes are finite;
+    bf16 values may be NaN, and CLEAN makes those rows zero. With a pointer they always are.
     """
     if D == BLOCK_D:
         x = source.load([token, head * D])
+        if CLEAN:
+            x = tl.where((tl.arange(0, ROWS) < length)[:, None], x, 0.0)
     else:
         row = tl.arange(0, ROWS)
         feature = tl.arange(0, BLOCK_D)
