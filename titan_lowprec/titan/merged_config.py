@@ -1,37 +1,37 @@
 """The type of a job file after TorchTitan merged our sections into its own; for annotations.
 
-The class that exists at run time is made by ``ConfigManager``, field by field. Nothing constructs
-this one.
+The class that exists at run time is made by ``ConfigManager``, field by field, and is related to
+neither; there ``MergedJobConfig`` stands for any object.
 """
 
-from torchtitan.config import job_config as stock
+from typing import TYPE_CHECKING, Any
 
-from titan_lowprec.titan import job_config as ours
+if TYPE_CHECKING:
+    from torchtitan.config import job_config as stock
 
+    from titan_lowprec.titan import job_config as ours
 
-class Model(ours.Model, stock.Model):
-    """``[model]``."""
+    class Model(ours.Model, stock.Model):
+        """``[model]``."""
 
+    class Training(ours.Training, stock.Training):
+        """``[training]``."""
 
-class Training(ours.Training, stock.Training):
-    """``[training]``."""
+    class Checkpoint(ours.Checkpoint, stock.Checkpoint):
+        """``[checkpoint]``."""
 
+    class Metrics(ours.Metrics, stock.Metrics):
+        """``[metrics]``."""
 
-class Checkpoint(ours.Checkpoint, stock.Checkpoint):
-    """``[checkpoint]``."""
+    class MergedJobConfig(stock.JobConfig):
+        """Every section that a recipe may have."""
 
-
-class Metrics(ours.Metrics, stock.Metrics):
-    """``[metrics]``."""
-
-
-class MergedJobConfig(stock.JobConfig):
-    """Every section that a recipe may have."""
-
-    model: Model
-    attention: ours.Attention
-    loss: ours.Loss
-    data: ours.Data
-    training: Training
-    checkpoint: Checkpoint
-    metrics: Metrics
+        model: Model
+        attention: ours.Attention
+        loss: ours.Loss
+        data: ours.Data
+        training: Training
+        checkpoint: Checkpoint
+        metrics: Metrics
+else:
+    MergedJobConfig = Any

@@ -14,7 +14,7 @@ from titan_lowprec.titan.specs import AttentionPlan, attention_plan, resolve_hea
 class LowprecLlamaArgs(TransformerModelArgs):
     """TorchTitan's Llama arguments and what our layers add to them."""
 
-    rope_theta: float = 500000
+    rope_theta: float = 500000.0
     attention: AttentionPlan = field(default_factory=AttentionPlan)
     loss_softcap: float = 0.0
     loss_z_loss: float = 0.0
