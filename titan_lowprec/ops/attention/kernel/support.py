@@ -9,7 +9,7 @@ from titan_lowprec.ops.quantize.kernel import interpreted
 from titan_lowprec.shapes import Tensor
 
 TESTED_CAPABILITIES = ((9, 0),)
-"""CUDA compute capabilities on which the tests have passed."""
+"""CUDA compute capabilities on which the tests are run; ``README.md`` has the last result."""
 
 HEAD_DIMS = (64, 96, 128)
 TILE_SIZES = (64, 128)
