@@ -23,15 +23,15 @@ class Model:
 
 @dataclass
 class Attention:
-    """``[attention]``: the attention recipe and its options (NUMERICS: README of ops/attention)."""
+    """``[attention]``: the attention recipe and its options; formulas in ops/attention/README.md."""
 
     recipe: Literal["fp32", "bf16", "mxfp8", "nvfp4_mixed", "nvfp4_full"] = "mxfp8"
     """Number formats of the attention operands, forward and backward. ``fp32`` rounds nothing and
     is the exact attention of an evaluation."""
 
     impl: Literal["auto", "reference", "triton"] = "auto"
-    """``auto`` is resolved once at start, and logged: ``triton`` where its kernels are tested,
-    ``reference`` (PyTorch) elsewhere. A named choice runs or raises."""
+    """``auto`` is resolved once at start, and logged: ``triton`` where its kernels take the recipe
+    (sm90), ``reference`` (PyTorch) elsewhere. A named choice runs or raises."""
 
     scales: Literal["token_block", "token"] = "token_block"
     """One exponent per 32 tokens of a document and head, or one per token (strictly causal)."""

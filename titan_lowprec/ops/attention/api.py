@@ -143,7 +143,7 @@ def resolve_impl(
         None.
 
     Source:
-        STYLE, "nothing falls back silently": the caller logs what it got.
+        README.md, "Recipes"; the caller logs what it got.
     """
     check_head_dim(spec, head_dim)
     if requested not in ("auto", "reference", "triton"):

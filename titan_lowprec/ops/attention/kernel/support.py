@@ -62,7 +62,7 @@ def unsupported_reason(
         None.
 
     Source:
-        STYLE, "nothing falls back silently".
+        `README.md` beside this file.
     """
     fixed: dict[str, object] = {"dq_accum": "fp32", "centring": False, "row_sum": "unrounded"}
     if spec.quantised:
