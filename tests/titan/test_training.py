@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.titan.conftest import ROOT, Run, command, environment
@@ -271,3 +272,30 @@ def test_unusable_checkpoint_folder_does_not_turn_into_random_weights(train, unb
     )
     assert run.status != 0
     assert "random weights" in run.output
+
+
+def test_hugging_face_export_is_loaded_again_without_changing_a_bit(train):
+    exported = (
+        "--checkpoint.last_save_in_hf",
+        "--checkpoint.last_save_model_only",
+        "--optimizer.lr=1e-30",
+        "--optimizer.weight_decay=0.0",
+        "--training.steps=1",
+    )
+    first = train("hf-first", *exported, "--debug.seed=7")
+    assert first.status == 0, first.output
+    folder = first.folder / "checkpoint" / "step-1"
+    second = train(
+        "hf-second",
+        *exported,
+        "--checkpoint.initial_load_in_hf",
+        f"--checkpoint.initial_load_path={folder}",
+    )
+    assert second.status == 0, second.output
+    left, right = (
+        load_file(run.folder / "checkpoint" / "step-1" / "model-00001-of-00001.safetensors")
+        for run in (first, second)
+    )
+    assert "model.layers.3.self_attn.q_proj.weight" in left
+    assert_equal_states(left, right)
+    assert first.column("loss") == second.column("loss")
