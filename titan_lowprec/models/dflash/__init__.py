@@ -1,0 +1,1 @@
+"""DFlash draft models: a block of tokens in one pass, from the target's hidden states."""
