@@ -1,9 +1,8 @@
 """Greedy speculative decoding with a target and a draft, and plain greedy decoding beside it."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -25,18 +24,10 @@ class TargetStep:
     """Row ``t`` is the tapped state of token ``t``."""
 
 
-class Target(Protocol):
-    """Evaluates a whole sequence; one that caches may compute only what is new."""
-
-    def __call__(self, tokens_S: Int64[Tensor, " S"]) -> TargetStep: ...
-
-
-class Draft(Protocol):
-    """Proposes what follows ``tokens``, whose last one has no feature yet."""
-
-    def __call__(
-        self, tokens_S: Int64[Tensor, " S"], features_SO: Float[Tensor, "S1 O"]
-    ) -> Int64[Tensor, " P1"]: ...
+Target = Callable[[Tensor], TargetStep]
+"""Evaluates a whole sequence ``tokens_S``; one that caches may compute only what is new."""
+Draft = Callable[[Tensor, Tensor], Tensor]
+"""Proposes what follows ``tokens_S`` from the features of all of them but the last."""
 
 
 @dataclass(frozen=True, slots=True)
