@@ -1,0 +1,106 @@
+"""Markdown, picture and page of a sweep."""
+
+import math
+import re
+import struct
+from html.parser import HTMLParser
+
+import pytest
+
+from tests.experiments.conftest import AXES, HEAD, Workshop
+from titan_lowprec.experiments.curves import MOST_POINTS, panel_curves, thin
+from titan_lowprec.experiments.panels import SECTIONS
+from titan_lowprec.experiments.report import write_report
+from titan_lowprec.experiments.results import load_histories, summarise
+from titan_lowprec.titan.metrics_file import read_metrics
+
+HARD_NAME = '[[include]]\nname = "recipe=c7"\nset = { "attention.weight_exponent" = 7 }\n'
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    workshop = Workshop(tmp_path_factory.mktemp("sweep"))
+    text = HEAD.replace("[matrix]", '[matrix]\nquestion = "Is 1 < 2 & 3?"') + AXES + HARD_NAME
+    runs = workshop.resolve(text)
+    for run in runs[:5]:
+        workshop.record(run, [5.0, 4.0, 3.0, 2.0 + 0.01 * run.seed, 1.0])
+    workshop.record(runs[5], [5.0, math.nan], status="failed", reason="<b>cabbage</b>")
+    return summarise(workshop.matrix(text), load_histories(runs, read_metrics))
+
+
+@pytest.fixture(scope="module")
+def report(results, tmp_path_factory):
+    """The folder of a report named ``x_1.5``."""
+    folder = tmp_path_factory.mktemp("report") / "below"
+    assert write_report(results, folder, to=folder / "x_1.5") == folder / "x_1.5.html"
+    return folder
+
+
+class Page(HTMLParser):
+    """Sources, tags and text of a page; unbalanced tags are an error."""
+
+    VOID = frozenset({"meta", "img"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.sources, self.words, self.open = [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.sources += [value for key, value in attributes if key in ("src", "href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.sources += [value for key, value in attributes if key in ("src", "href")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_page_opens_without_network_and_escapes_what_it_quotes(report):
+    text = (report / "x_1.5.html").read_text()
+    page = Page(text)
+    assert page.sources and all(source.startswith("data:") for source in page.sources)
+    assert not re.search(r"<script|@import|url\(|https?://", text)
+    words = " ".join(page.words)
+    assert "Is 1 < 2 & 3?" in words and "<b>cabbage</b>" in words
+
+
+def test_page_has_every_section_and_names_what_no_run_recorded(report):
+    words = " ".join(Page((report / "x_1.5.html").read_text()).words)
+    for section in SECTIONS:
+        assert section.title in words
+    assert re.search(r"Causality: no run recorded\s+causality/\*", words)
+
+
+def test_markdown_has_arms_verdicts_failures_and_settings(report):
+    text = (report / "x_1.5.md").read_text()
+    assert re.search(r"^\| recipe=mxfp8 \| acceptable \| 2/2 \| 1\.0000 ", text, re.M)
+    assert "- recipe=c7, seed 1: failed, <b>cabbage</b>" in text
+    assert "| recipe=c7 | bf16 | 7 |" in text and "(x_1.5.png)" in text
+
+
+def test_picture_is_a_png_of_the_asked_size(report):
+    data = (report / "x_1.5.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", data[16:24]) == (1210, 792)
+
+
+def test_difference_curve_is_arm_minus_baseline_without_non_finite_points(results):
+    panel = next(p for s in SECTIONS for p in s.panels if p.kind == "difference")
+    curves = {(curve.arm, curve.seed): curve for curve in panel_curves(panel, results)}
+    assert ("recipe=bf16", 0) not in curves
+    assert [y for _, y in curves["recipe=mxfp8", 1].points] == [0.0] * 5
+    assert curves["recipe=c7", 1].points == ((100.0, 0.0),)
+    assert not curves["recipe=c7", 1].finished
+
+
+def test_long_curves_are_thinned_to_means(results):
+    points = [(float(i), float(i)) for i in range(3 * MOST_POINTS)]
+    thinned = thin(points)
+    assert len(thinned) == MOST_POINTS and thinned[0] == (1.0, 1.0)

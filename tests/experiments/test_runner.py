@@ -1,0 +1,153 @@
+"""The runner with a stand-in trainer: skip, resume, survive, stop, tell progress."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from titan_lowprec.experiments.run_state import (
+    failure_reason,
+    is_locked,
+    last_step,
+    read_state,
+    take_lock,
+)
+from titan_lowprec.experiments.runner import cpu_slots, device_slots, to_do, train_command
+
+
+def statuses(runs):
+    return [read_state(run).status for run in runs]
+
+
+def test_all_runs_finish_and_a_second_start_has_nothing_to_do(workshop):
+    runs = workshop.saved()
+    good, shown = workshop.sweep(runs, slots=2)
+    assert good and statuses(runs) == ["finished"] * 4
+    assert shown[-1].startswith("4/4 runs finished; running: none; time left: 0:00:00")
+    assert to_do(runs, retry_failed=True) == []
+
+
+def test_crashing_arm_fails_with_its_error_and_the_others_finish(workshop):
+    runs = workshop.saved()
+    good, _ = workshop.sweep(runs, behaviour={"recipe=bf16": "crash"})
+    assert not good
+    assert statuses(runs) == ["failed", "failed", "finished", "finished"]
+    state = read_state(runs[0])
+    assert state.reason == "status 1, step 2: RuntimeError: loss became a cabbage"
+    assert (state.exit_status, state.attempts) == (1, 1)
+    assert to_do(runs, retry_failed=False) == []
+    assert to_do(runs, retry_failed=True) == list(runs[:2])
+
+
+def test_retried_run_continues_from_its_checkpoint(workshop):
+    runs = workshop.saved()
+    workshop.sweep(runs[:1], behaviour={"recipe=bf16": "crash"})
+    good, shown = workshop.sweep(runs[:1])
+    assert good and "continues, had reached step 2" in shown[0]
+    lines = (runs[0].folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert read_state(runs[0]).attempts == 2
+
+
+def test_trainer_that_ends_early_with_status_zero_has_failed(workshop):
+    runs = workshop.saved()
+    (runs[0].folder / "recipe.toml").write_text(
+        (runs[0].folder / "recipe.toml").read_text().replace("steps = 5", "steps = 4")
+    )
+    workshop.sweep(runs[:1])
+    assert read_state(runs[0]).reason == "status 0, step 4: no output"
+
+
+def test_stop_interrupts_runs_and_the_next_start_resumes_them(workshop):
+    runs = workshop.saved()
+    stop = threading.Event()
+
+    def when_it_hangs():
+        while last_step(runs[0].folder) < 2:
+            time.sleep(0.01)
+        stop.set()
+
+    watcher = threading.Thread(target=when_it_hangs)
+    watcher.start()
+    good, _ = workshop.sweep(runs, stop=stop, behaviour={"recipe=bf16": "hang"})
+    watcher.join()
+    assert not good
+    assert statuses(runs) == ["interrupted", "new", "new", "new"]
+    assert workshop.sweep(to_do(runs, retry_failed=False))[0]
+    assert statuses(runs) == ["finished"] * 4
+
+
+def test_run_of_a_killed_sweep_is_running_while_it_lives_and_interrupted_after(workshop):
+    run = workshop.saved()[0]
+    workshop.record(run, [1.0], status="running")
+    lock = take_lock(run.folder)
+    child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=-1, pass_fds=(lock,))
+    os.close(lock)
+    try:
+        assert read_state(run).status == "running" and to_do([run], retry_failed=True) == []
+        _, shown = workshop.sweep([run])
+        assert shown[0] == "recipe=bf16/seed0: another sweep is running it; left to that one"
+        assert read_state(run).attempts == 0
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+    assert not is_locked(run.folder)
+    assert read_state(run).status == "interrupted"
+
+
+def test_folder_of_another_configuration_is_refused(workshop):
+    run = workshop.saved()[0]
+    workshop.record(run, [1.0])
+    state = run.folder / "state.json"
+    state.write_text(state.read_text().replace(run.hash, "0" * 64))
+    with pytest.raises(ValueError, match=r"must belong to configuration .*got 0000"):
+        read_state(run)
+
+
+def test_time_left_comes_from_the_pace_of_the_sweep(workshop):
+    runs = workshop.saved()
+    _, shown = workshop.sweep(runs[:2])
+    after_one = next(line for line in shown if line.startswith("1/2"))
+    assert "time left: 0:00:0" in after_one  # five steps took well under ten seconds
+
+
+def test_all_arms_of_a_seed_come_before_the_next_seed(workshop):
+    assert [run.name for run in to_do(workshop.saved(), retry_failed=False)] == [
+        "recipe=bf16/seed0",
+        "recipe=mxfp8/seed0",
+        "recipe=bf16/seed1",
+        "recipe=mxfp8/seed1",
+    ]
+
+
+def test_eight_devices_hold_two_runs_of_three_processes():
+    slots = device_slots([str(i) for i in range(8)], processes=3)
+    assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in slots] == ["0,1,2", "3,4,5"]
+    with pytest.raises(ValueError, match=r"a run needs 3 devices .* got 2"):
+        device_slots(["0", "1"], processes=3)
+
+
+def test_cpu_runs_share_the_cores():
+    slots = cpu_slots(2, processes=1, cores=8)
+    assert [slot.environment["OMP_NUM_THREADS"] for slot in slots] == ["4", "4"]
+
+
+def test_command_uses_torchrun_for_several_processes(tmp_path):
+    assert "torch.distributed.run" not in train_command(tmp_path / "r.toml", 1)
+    several = train_command(tmp_path / "r.toml", 4)
+    assert several[several.index("--nproc_per_node") + 1] == "4"
+
+
+def test_last_step_ignores_a_half_written_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 7}\n{"kind": "tr')
+    assert last_step(tmp_path) == 7
+
+
+def test_reason_is_the_error_even_if_other_lines_follow(tmp_path):
+    (tmp_path / "log.txt").write_text("x\na.b.OutOfMemoryError: 2 GiB\n[rank0] bye\n")
+    assert failure_reason(tmp_path) == "a.b.OutOfMemoryError: 2 GiB"

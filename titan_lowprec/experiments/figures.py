@@ -1,0 +1,100 @@
+"""Plots of a sweep: one SVG per panel, and a PNG overview."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+from titan_lowprec.experiments.curves import Curve, expand, panel_curves
+from titan_lowprec.experiments.panels import SECTIONS, Panel
+from titan_lowprec.experiments.results import Results
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31")
+"""Distinguishable with colour-blindness (Okabe and Ito), the baseline apart, on top."""
+BASELINE_STYLE = ("#222222", "--")
+DASHES = ("-", ":", "-.")
+AXIS_LABELS = {"step": "optimizer step", "valid_tokens_seen": "valid tokens"}
+
+
+def arm_styles(results: Results) -> dict[str, tuple[str, str]]:
+    """Colour and dash of each arm."""
+    others = [arm.arm for arm in results.arms if arm.arm != results.matrix.baseline]
+    styles = {results.matrix.baseline: BASELINE_STYLE}
+    for number, arm in enumerate(others):
+        styles[arm] = (COLORS[number % len(COLORS)], DASHES[number // len(COLORS) % len(DASHES)])
+    return styles
+
+
+def draw(axes: Any, panel: Panel, curves: tuple[Curve, ...], results: Results) -> None:
+    """Draw a panel's curves: seeds thin, their mean thick, unfinished runs marked at their end."""
+    styles = arm_styles(results)
+    averaged = {curve.arm for curve in curves if curve.seed is None}
+    for curve in curves:
+        color, dash = styles[curve.arm]
+        thick = curve.seed is None or curve.arm not in averaged
+        xs, ys = zip(*curve.points, strict=True)
+        front = 3 if curve.arm == results.matrix.baseline else 2
+        few = panel.kind == "validation" or len(xs) < 3
+        axes.plot(
+            xs,
+            ys,
+            color=color,
+            linestyle=dash,
+            linewidth=1.4 if thick else 0.6,
+            alpha=1.0 if thick else 0.45,
+            marker="o" if few else None,
+            markersize=3,
+            zorder=front,
+        )
+        if not curve.finished and curve.seed is not None:
+            axes.plot(xs[-1:], ys[-1:], color=color, marker="x", markersize=8)
+    if panel.kind == "difference":
+        low, high = axes.get_ylim()
+        axes.axhline(0, color="0.6", linewidth=0.8)
+        limit = results.matrix.acceptable_difference
+        axes.axhline(limit, color="0.6", linewidth=0.8, linestyle=":")
+        axes.set_ylim(low, high)  # a far limit must not flatten the curves
+    axes.set_title(panel.title, fontsize=10, loc="left")
+    axes.set_xlabel(AXIS_LABELS[panel.axis], fontsize=9)
+    axes.set_ylabel(panel.unit, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(color="0.92", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def panel_svgs(panel: Panel, results: Results) -> list[tuple[Panel, str]]:
+    """SVG texts of a panel; none if no run recorded its key."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    texts = []
+    for one in expand(panel, results.histories):
+        curves = panel_curves(one, results)
+        if not curves:
+            continue
+        with rc_context({"svg.hashsalt": one.title}):
+            figure = Figure(figsize=(5.2, 3.4), layout="constrained")
+            draw(figure.subplots(), one, curves, results)
+            buffer = io.StringIO()
+            figure.savefig(buffer, format="svg", metadata={"Date": None})
+        texts.append((one, buffer.getvalue()))
+    return texts
+
+
+def save_overview(results: Results, path: Path) -> None:
+    """A PNG with training loss, difference to the baseline, validation loss and speed."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    titles = ("Loss", "Difference to the baseline", "Validation", "Throughput and MFU")
+    panels = [section.panels[0] for section in SECTIONS if section.title in titles]
+    figure = Figure(figsize=(11, 7.2), layout="constrained")
+    for axes, panel in zip(figure.subplots(2, 2).flat, panels, strict=True):
+        draw(axes, panel, panel_curves(panel, results), results)
+    handles = [
+        Line2D([], [], color=color, linestyle=dash, label=arm)  # pyright: ignore[reportArgumentType]
+        for arm, (color, dash) in arm_styles(results).items()
+    ]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=min(4, len(handles)), fontsize=9
+    )
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,136 @@
+"""A sweep's report as one HTML file: pictures inside, no script, no network."""
+
+import base64
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from titan_lowprec.experiments.figures import arm_styles, panel_svgs
+from titan_lowprec.experiments.panels import SECTIONS, Section
+from titan_lowprec.experiments.report_table import (
+    HEADER,
+    notes,
+    problem_lines,
+    setting_rows,
+    table_rows,
+)
+from titan_lowprec.experiments.results import Results
+
+STYLE = """
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 1240px; padding: 16px; background: #fff; color: #1d2329;
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin: 0 0 4px; overflow-wrap: anywhere; }
+h2 { font-size: 1.1rem; margin: 28px 0 8px; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
+th, td { padding: 5px 12px 5px 0; text-align: left; border-bottom: 1px solid #e3e6ea;
+  white-space: nowrap; }
+th { color: #58616b; font-weight: 600; }
+th:first-child, td:first-child { position: sticky; left: 0; background: #fff; }
+.verdict { font-weight: 600; }
+.good { color: #06794f; } .bad { color: #b3261e; } .open { color: #6b5900; }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 18px; padding: 0; list-style: none; }
+.legend svg { vertical-align: middle; margin-right: 6px; }
+.panels { display: grid; gap: 16px;
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 380px), 1fr)); }
+.panels img { width: 100%; height: auto; }
+ul { padding-left: 20px; } li { overflow-wrap: anywhere; }
+.none { color: #58616b; }
+"""
+
+
+def page(results: Results, *, folder: Path) -> str:
+    """The report as HTML.
+
+    Args:
+        results: The computed table.
+        folder: The sweep's folder, with the plan.
+    """
+    matrix = results.matrix
+    problems = problem_lines(results)
+    parts = [
+        f"<h1>{escape(matrix.name)}</h1>",
+        f"<p>{escape(matrix.question)}</p>" if matrix.question else "",
+        html_table(HEADER, table_rows(results), verdicts=True),
+        f"<h2>Runs without a result</h2>{html_list(problems)}" if problems else "",
+        html_list(notes(results, folder)),
+        "<h2>Arms</h2>",
+        legend(results),
+        *(section_html(section, results) for section in SECTIONS),
+        "<h2>Settings in which arms differ</h2>",
+        html_table(*setting_rows(results), verdicts=False),
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(matrix.name)}</title><style>{STYLE}</style></head>\n<body>\n"
+        + "\n".join(part for part in parts if part)
+        + "\n</body></html>\n"
+    )
+
+
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, verdicts: bool) -> str:
+    """A table that scrolls sideways on a narrow screen; ``verdicts`` colours the second column."""
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    body = ""
+    for row in rows:
+        cells = [f"<td>{escape(cell)}</td>" for cell in row]
+        if verdicts:
+            cells[1] = f'<td class="verdict {verdict_class(row[1])}">{escape(row[1])}</td>'
+        body += f"<tr>{''.join(cells)}</tr>\n"
+    return (
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>\n{body}</tbody></table></div>"
+    )
+
+
+def verdict_class(text: str) -> str:
+    """Colour of a verdict, beside its words."""
+    if text.startswith(("not acceptable", "failed")):
+        return "bad"
+    return "good" if text == "acceptable" else "open" if text != "baseline" else ""
+
+
+def html_list(lines: Sequence[str]) -> str:
+    """A list of sentences."""
+    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
+
+
+def legend(results: Results) -> str:
+    """Colour and dash of each arm, once for all panels."""
+    patterns = {"-": "none", "--": "6 3", ":": "2 2", "-.": "6 2 2 2"}
+    items = "".join(
+        f'<li><svg width="30" height="8" aria-hidden="true"><line x1="0" y1="4" x2="30" y2="4" '
+        f'stroke="{color}" stroke-width="3" stroke-dasharray="{patterns[dash]}"/></svg>'
+        f"{escape(arm)}</li>"
+        for arm, (color, dash) in arm_styles(results).items()
+    )
+    return (
+        f'<ul class="legend">{items}</ul><p class="none">Thin lines are seeds, thick ones their '
+        "mean; a cross ends a run that did not finish; a dotted grey line, "
+        "where it is in range, is the acceptable difference.</p>"
+    )
+
+
+def section_html(section: Section, results: Results) -> str:
+    """A section's panels, and which of them no run recorded."""
+    images, missing = "", []
+    for panel in section.panels:
+        drawn = panel_svgs(panel, results)
+        if not drawn:
+            missing.append(panel)
+        for one, svg in drawn:
+            data = base64.b64encode(svg.encode()).decode()
+            images += f'<img alt="{escape(one.title)}" src="data:image/svg+xml;base64,{data}">'
+    text = f"<h2>{escape(section.title)}</h2>"
+    if images:
+        text += f'<div class="panels">{images}</div>'
+    for panel in missing:
+        keys = f"{panel.local}*" if panel.local.endswith("/") else panel.local
+        text += (
+            f'<p class="none">{escape(panel.title)}: no run recorded <code>{escape(keys)}</code> '
+            "in metrics.jsonl.</p>"
+        )
+    return text

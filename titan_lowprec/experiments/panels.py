@@ -1,0 +1,137 @@
+"""The panels of a loss dashboard, once for the local report and once for wandb."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+TOKENS = "valid_tokens_seen"
+Axis = Literal["step", "valid_tokens_seen"]
+Kind = Literal["train", "validation", "difference"]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One plot.
+
+    ``local`` is a key of ``metrics.jsonl``, or a key's beginning if it ends with ``/``; ``mirror``
+    are keys of wandb, of which one that ends with ``/`` stands for all that begin with it.
+    """
+
+    title: str
+    axis: Axis
+    local: str
+    mirror: tuple[str, ...]
+    unit: str
+    kind: Kind = "train"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Panels of one subject."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+LOSS = ("loss_metrics/global_avg_loss",)
+NATS = "nats per token"
+SECTIONS: tuple[Section, ...] = (
+    Section(
+        "Loss",
+        (
+            Panel("Training loss by tokens", TOKENS, "loss", LOSS, NATS),
+            Panel("Training loss by steps", "step", "loss", LOSS, NATS),
+        ),
+    ),
+    Section(
+        "Difference to the baseline",
+        (
+            Panel(
+                "Training loss - baseline, equal seed and tokens",
+                TOKENS,
+                "loss",
+                ("difference/loss",),
+                NATS,
+                "difference",
+            ),
+        ),
+    ),
+    Section(
+        "Validation",
+        (
+            Panel(
+                "Validation loss",
+                TOKENS,
+                "loss",
+                ("validation_metrics/loss",),
+                NATS,
+                "validation",
+            ),
+        ),
+    ),
+    Section(
+        "Gradient norm and learning rate",
+        (
+            Panel("Gradient norm before clipping", "step", "grad_norm", ("grad_norm",), "norm"),
+            Panel("Learning rate", "step", "lr", ("lr",), "learning rate"),
+        ),
+    ),
+    Section(
+        "Throughput and MFU",
+        (
+            Panel(
+                "Valid tokens per second, all devices",
+                "step",
+                "valid_tokens_per_s",
+                ("throughput/valid_tokens_per_s",),
+                "tokens/s",
+            ),
+            Panel("Model FLOPs utilisation", "step", "mfu", ("mfu(%)",), "share of peak"),
+            Panel("Step time", "step", "step_time_s", ("time_metrics/end_to_end(s)",), "seconds"),
+        ),
+    ),
+    Section(
+        "Memory",
+        (
+            Panel(
+                "Peak reserved memory", "step", "memory_gib", ("memory/max_reserved(GiB)",), "GiB"
+            ),
+            Panel(
+                "Peak active memory",
+                "step",
+                "memory_active_gib",
+                ("memory/max_active(GiB)",),
+                "GiB",
+            ),
+        ),
+    ),
+    Section(
+        "Quantisation health",
+        (
+            Panel("Skipped steps", "step", "skipped_steps", ("skipped_steps",), "steps"),
+            Panel("Quantisation", "step", "quantisation/", ("quantisation/",), ""),
+        ),
+    ),
+    Section("Causality", (Panel("Causality", "step", "causality/", ("causality/",), ""),)),
+    Section(
+        "Data",
+        (
+            Panel(
+                "Documents per row",
+                "step",
+                "documents_per_row",
+                ("data/documents_per_row",),
+                "documents",
+            ),
+            Panel(
+                "Padding", "step", "padding_fraction", ("data/padding_fraction",), "share of row"
+            ),
+            Panel(
+                "Waiting for data",
+                "step",
+                "data_wait_s",
+                ("time_metrics/data_loading(s)",),
+                "seconds",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,152 @@
+"""Run an ablation matrix: every arm with every seed, resumable, then the report.
+
+    python tools/sweep.py configs/attention_recipe_tiny.toml --dry-run
+    python tools/sweep.py configs/attention_recipe_tiny.toml [--devices 0,1,2,3] [--jobs 2]
+    python tools/sweep.py configs/attention_recipe_tiny.toml --status
+    python tools/sweep.py configs/attention_recipe_tiny.toml --only 'bf16' '*/seed0'
+
+Finished runs are skipped, interrupted ones continue from their checkpoint, failed ones wait for
+--retry-failed. Ctrl-C lets the runs save a checkpoint; a second start goes on from there.
+"""
+
+import argparse
+import fnmatch
+import os
+import signal
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import tomli_w
+import torch
+
+from titan_lowprec import _autoload
+from titan_lowprec.experiments import run_state, runner
+from titan_lowprec.experiments.matrix import read_matrix
+from titan_lowprec.experiments.plan import state_plan
+from titan_lowprec.experiments.report import write_report
+from titan_lowprec.experiments.report_table import markdown_table
+from titan_lowprec.experiments.resolution import Run, differing_keys, resolve_runs
+from titan_lowprec.experiments.results import load_histories, summarise
+
+
+def resolver(processes: int):
+    """Completes a recipe with TorchTitan's parser and checks it for this machine."""
+    _autoload.assume_cpu_without_accelerator()
+    from titan_lowprec.titan.check_config import check_config
+    from titan_lowprec.titan.run_record import config_as_toml
+    from titan_lowprec.titan.validate import error_text, load_recipe
+
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def resolve(config: dict) -> dict:
+        with tempfile.TemporaryDirectory() as folder:
+            recipe = Path(folder) / "recipe.toml"
+            recipe.write_text(tomli_w.dumps(config))
+            try:
+                merged = load_recipe(str(recipe), [])
+                check_config(merged, device_type=device_type, world_size=processes)
+            except (Exception, SystemExit) as error:
+                raise ValueError(error_text(error)) from error
+        merged.job.config_file = None
+        return config_as_toml(merged)
+
+    return resolve
+
+
+def select(runs: tuple[Run, ...], patterns: list[str] | None) -> list[Run]:
+    """Runs whose arm or name matches a pattern; each pattern must match something."""
+    if not patterns:
+        return list(runs)
+
+    def fits(run: Run, pattern: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for name in (run.arm, run.name))
+
+    for pattern in patterns:
+        if not any(fits(run, pattern) for run in runs):
+            names = ", ".join(dict.fromkeys(run.arm for run in runs))
+            raise ValueError(f"--only {pattern}: must match an arm or arm/seedN, got none; {names}")
+    return [run for run in runs if any(fits(run, pattern) for pattern in patterns)]
+
+
+def slots(options: argparse.Namespace, processes: int) -> tuple[runner.Slot, ...]:
+    """The machine's GPUs, or its cores."""
+    devices = options.devices or os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not devices:
+        devices = ",".join(map(str, range(torch.cuda.device_count())))
+    if devices and torch.cuda.is_available():
+        return runner.device_slots(devices.split(","), processes=processes)
+    return runner.cpu_slots(options.jobs, processes=processes, cores=os.cpu_count() or 1)
+
+
+def show_settings(runs: list[Run]) -> None:
+    settings = differing_keys(runs)
+    keys = list(next(iter(settings.values())))
+    rows = [(arm, *(str(values[key]) for key in keys)) for arm, values in settings.items()]
+    print(markdown_table(("arm", *keys), rows))
+    print(markdown_table(("run", "folder"), [(run.name, str(run.folder)) for run in runs]))
+
+
+def show_status(runs: list[Run]) -> None:
+    rows = []
+    for run in runs:
+        state = run_state.read_state(run)
+        step = f"{run_state.last_step(run.folder)}/{run.steps}"
+        rows.append((run.name, state.status, step, f"{state.seconds:.0f} s", state.reason))
+    print(markdown_table(("run", "status", "step", "time", "reason"), rows))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("matrix", type=Path)
+    parser.add_argument("--output", type=Path, default=Path("outputs"), help="folder of all sweeps")
+    parser.add_argument("--dry-run", action="store_true", help="resolve and list, write nothing")
+    parser.add_argument("--status", action="store_true", help="what became of each run")
+    parser.add_argument("--only", nargs="+", metavar="GLOB", help="arms or arm/seedN")
+    parser.add_argument("--retry-failed", action="store_true")
+    parser.add_argument("--devices", help="GPUs, such as 0,1; default: all visible ones")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once on a CPU")
+    options = parser.parse_args()
+    try:
+        matrix = read_matrix(options.matrix)
+        runs = resolve_runs(matrix, output=options.output, resolve=resolver(matrix.processes))
+        chosen = select(runs, options.only)
+        if options.dry_run:
+            show_settings(chosen)
+            return 0
+        if options.status:
+            show_status(chosen)
+            return 0
+        places = slots(options, matrix.processes)
+    except (ValueError, OSError) as error:
+        print(f"sweep: {error}", file=sys.stderr)
+        return 2
+    folder = options.output / matrix.name
+    run_state.save_runs(runs, folder)
+    state_plan(matrix, folder)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    waiting = runner.to_do(chosen, retry_failed=options.retry_failed)
+    print(f"{matrix.name}: {len(chosen)} runs, {len(waiting)} to do, {len(places)} at once")
+    sweep = runner.Sweep(
+        waiting,
+        places,
+        processes=matrix.processes,
+        name=matrix.name,
+        show=lambda line: print(line, flush=True),
+    )
+    good = sweep.run(stop=stop)
+    from titan_lowprec.titan.metrics_file import read_metrics
+
+    results = summarise(matrix, load_histories(runs, read_metrics))
+    print(f"report: {write_report(results, folder)}")
+    show_status(chosen)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
