@@ -79,7 +79,7 @@ def environment(**extra):
 @pytest.fixture(scope="session")
 def train(tmp_path_factory):
     """Run the program to its end: ``train(name, *overrides, processes=1, module=...)``."""
-    base = Path(os.environ.get("TITAN_LOWPREC_TEST_RUNS") or tmp_path_factory.mktemp("runs"))
+    base = tmp_path_factory.mktemp("runs")
 
     def run(name, *args, env=None, **options):
         folder = base / name
