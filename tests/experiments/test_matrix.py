@@ -119,7 +119,10 @@ REFUSED = {
     "equal seeds": (HEAD.replace("[0, 1]", "[1, 1]") + AXES, r"different integers.*\[1, 1\]"),
     "negative difference": (HEAD.replace("0.05", "-0.05") + AXES, "at least 0, got -0.05"),
     "not a number": (HEAD.replace("0.05", "true") + AXES, "a number of nats.*got True"),
-    "unknown baseline": (HEAD.replace("=bf16", "=fp32") + AXES, "baseline must be one of"),
+    "unknown baseline": (
+        HEAD.replace("=bf16", "=fp32") + AXES,
+        "baseline must name one of .*for recipe=bf16",
+    ),
     "unknown recipe key": (
         HEAD + '[set]\n"attention.tau" = 1\n' + AXES,
         "arm .*attention.tau must",
@@ -151,6 +154,19 @@ def test_faulty_matrix_is_refused_with_the_reason(workshop, case):
     text, reason = REFUSED[case]
     with pytest.raises(ValueError, match=re.compile(reason, re.S)):
         workshop.resolve(text)
+
+
+def test_baseline_by_label_is_the_neighbour_along_that_axis(workshop):
+    head = HEAD.replace('"recipe=bf16"', '{ "attention.recipe" = "bf16" }')
+    assert workshop.matrix(head + TWO_AXES).baselines == {
+        "recipe=bf16,scales=token_block": "recipe=bf16,scales=token_block",
+        "recipe=bf16,scales=token": "recipe=bf16,scales=token",
+        "recipe=mxfp8,scales=token_block": "recipe=bf16,scales=token_block",
+        "recipe=mxfp8,scales=token": "recipe=bf16,scales=token",
+    }
+    missing = '[[exclude]]\n"attention.recipe" = "bf16"\n"attention.scales" = "token"\n'
+    with pytest.raises(ValueError, match="gives none for recipe=mxfp8,scales=token;"):
+        workshop.matrix(head + TWO_AXES + missing)
 
 
 def test_read_matrix_is_a_value_with_floats(workshop):

@@ -150,6 +150,23 @@ def test_validation_metric_is_read_at_the_last_round_all_have(workshop):
     assert arm(results, "recipe=mxfp8").loss.mean == 4.5
 
 
+def test_each_arm_is_compared_with_its_own_baseline(workshop):
+    head = HEAD.replace('"recipe=bf16"', '{ "attention.recipe" = "bf16" }')
+    text = head + AXES + '"attention.weight_exponent" = [7, 8]\n'
+    losses = {"bf16,weight_exponent=7": 3.0, "mxfp8,weight_exponent=7": 3.1}
+    losses |= {"bf16,weight_exponent=8": 2.0, "mxfp8,weight_exponent=8": 2.3}
+    named = {f"recipe={arm}/seed{s}": loss for arm, loss in losses.items() for s in (0, 1)}
+    record_all(workshop, named, text)
+    results = results_of(workshop, text)
+    assert [row.difference and round(row.difference.mean, 9) for row in results.arms] == [
+        None,
+        None,
+        0.1,
+        0.3,
+    ]
+    assert any("mxfp8,weight_exponent=7 with recipe=bf16" in note for note in notes_of(results))
+
+
 def test_other_batches_than_the_baselines_are_said(workshop):
     for run in workshop.resolve():
         workshop.record(run, [3.0] * 5, fingerprint="b" if run.arm == "recipe=mxfp8" else "a")

@@ -69,7 +69,7 @@ def raw_points(records: Sequence[dict[str, Any]], axis: str, key: str) -> list[P
 
 def difference_points(item: History, results: Results) -> tuple[Point, ...]:
     """Training loss minus the baseline's of equal seed, read at equal valid tokens."""
-    baseline = results.matrix.baseline
+    baseline = results.matrix.baselines[item.run.arm]
     if item.run.arm == baseline:
         return ()
     others = [

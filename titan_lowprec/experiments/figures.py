@@ -10,15 +10,19 @@ from titan_lowprec.experiments.results import Results
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31")
 """Distinguishable with colour-blindness (Okabe and Ito), the baseline apart, on top."""
-BASELINE_STYLE = ("#222222", "--")
+BASELINE_COLORS = ("#222222", "#777777", "#aaaaaa")
 DASHES = ("-", ":", "-.")
 AXIS_LABELS = {"step": "optimizer step", "valid_tokens_seen": "valid tokens"}
 
 
 def arm_styles(results: Results) -> dict[str, tuple[str, str]]:
     """Colour and dash of each arm."""
-    others = [arm.arm for arm in results.arms if arm.arm != results.matrix.baseline]
-    styles = {results.matrix.baseline: BASELINE_STYLE}
+    baselines = list(dict.fromkeys(results.matrix.baselines.values()))
+    others = [arm.arm for arm in results.arms if arm.arm not in baselines]
+    styles = {
+        arm: (BASELINE_COLORS[number % len(BASELINE_COLORS)], "--")
+        for number, arm in enumerate(baselines)
+    }
     for number, arm in enumerate(others):
         styles[arm] = (COLORS[number % len(COLORS)], DASHES[number // len(COLORS) % len(DASHES)])
     return styles
@@ -32,7 +36,7 @@ def draw(axes: Any, panel: Panel, curves: tuple[Curve, ...], results: Results) -
         color, dash = styles[curve.arm]
         thick = curve.seed is None or curve.arm not in averaged
         xs, ys = zip(*curve.points, strict=True)
-        front = 3 if curve.arm == results.matrix.baseline else 2
+        front = 3 if curve.arm in results.matrix.baselines.values() else 2
         few = panel.kind == "validation" or len(xs) < 3
         axes.plot(
             xs,

@@ -27,6 +27,8 @@ class Arm:
 
     name: str
     overrides: Mapping[str, Any]
+    labels: Mapping[str, Any] = field(default_factory=dict)
+    """Its value or choice on each axis; empty for an arm made by hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,8 @@ class Matrix:
 
     name: str
     base: Path
-    baseline: str
-    """Name of the arm that the others are compared with."""
+    baselines: Mapping[str, str]
+    """Per arm, the arm that it is compared with; a baseline is its own."""
     acceptable_difference: float
     """Increase of the loss over the baseline, in nats per token, that is still acceptable."""
     metric: Literal["train", "validation"]
@@ -81,22 +83,39 @@ def read_matrix(path: Path) -> Matrix:
             )
         if names.count(name) > 1:
             raise ValueError(f"{path}: arm names must differ, got {name!r} twice; rename one")
-    if head["baseline"] not in names:
-        raise ValueError(
-            f"{path}: matrix.baseline must be one of {names}, got {head['baseline']!r}; name an arm"
-        )
     floats = {
         key: float(head[key]) for key in ("acceptable_difference", "tail_fraction") if key in head
     }
-    known = {key: head[key] for key in head if key not in ("base", "seeds")}
+    known = {key: head[key] for key in head if key not in ("base", "baseline", "seeds")}
     return Matrix(
         name=path.stem,
         base=(path.parent / head["base"]).resolve(),
+        baselines={arm.name: baseline_of(arm, arms, head["baseline"]) for arm in arms},
         seeds=tuple(head["seeds"]),
         arms=arms,
         extra=checked_overrides(text.get("set", {}), "[set]"),
         **{**known, **floats},
     )
+
+
+def baseline_of(arm: Arm, arms: tuple[Arm, ...], wanted: str | Config) -> str:
+    """The named baseline, or the arm that differs only in having the wanted labels.
+
+    Raises:
+        ValueError: There is no such arm.
+    """
+    if isinstance(wanted, str):
+        found = [other.name for other in arms if other.name == wanted]
+    else:
+        changes = flatten(wanted)
+        labels = {**arm.labels, **changes} if changes.keys() <= arm.labels.keys() else None
+        found = [other.name for other in arms if other.labels == labels]
+    if not found:
+        raise ValueError(
+            f"matrix.baseline must name one of {[other.name for other in arms]} or labels of axes, "
+            f"got {wanted!r}, which gives none for {arm.name}; name an arm that exists"
+        )
+    return found[0]
 
 
 def axis_arms(text: Config) -> Iterator[Arm]:
@@ -119,7 +138,7 @@ def axis_arms(text: Config) -> Iterator[Arm]:
         if hits:
             continue
         overrides = {key: value for _, changes in point for key, value in changes.items()}
-        yield Arm(arm_name(labels, text.get("choices", {})), overrides)
+        yield Arm(arm_name(labels, text.get("choices", {})), overrides, labels)
     if unused:
         raise ValueError(
             f"[[exclude]]: each must match an arm, got {unused}, which matches none; remove it"

@@ -45,7 +45,11 @@ def is_text(value: Any) -> bool:
 MATRIX_KEYS: Mapping[str, Key] = {
     "question": Key(False, "be a string", is_text),
     "base": Key(True, "be the path of a recipe, relative to this file", is_text),
-    "baseline": Key(True, "be the name of an arm", is_text),
+    "baseline": Key(
+        True,
+        "be the name of an arm, or labels of axes that turn each arm into its baseline",
+        lambda value: is_text(value) or (isinstance(value, dict) and bool(value)),
+    ),
     "acceptable_difference": Key(
         True, "be a number of nats, at least 0", lambda value: is_number(value) and value >= 0
     ),

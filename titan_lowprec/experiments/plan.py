@@ -13,7 +13,7 @@ PLAN_FILE = "plan.json"
 def rule_of(matrix: Matrix) -> dict[str, Any]:
     """What decides a verdict, beside the numbers."""
     return {
-        "baseline": matrix.baseline,
+        "baselines": dict(matrix.baselines),
         "acceptable_difference": matrix.acceptable_difference,
         "metric": matrix.metric,
         "tail_fraction": matrix.tail_fraction,

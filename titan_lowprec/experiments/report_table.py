@@ -63,8 +63,8 @@ def notes(results: Results, folder: Path) -> list[str]:
     lines = [
         f"Loss: {metric}, nats per token, at {results.tokens:,} valid tokens of every arm.",
         f"Spread: standard deviation over {len(matrix.seeds)} seeds. Difference: mean over seeds "
-        f"of arm - {matrix.baseline} with equal seed; its interval is Student's t, not adjusted "
-        "for the number of arms.",
+        f"of arm - {baseline_text(results)} with equal seed; its interval is Student's t, not "
+        "adjusted for the number of arms.",
         f"Verdict: acceptable if the whole interval is at most {matrix.acceptable_difference:g}, "
         "not acceptable if the whole interval is above, else undecided.",
         plan_note(matrix, folder),
@@ -77,10 +77,19 @@ def notes(results: Results, folder: Path) -> list[str]:
     return lines
 
 
+def baseline_text(results: Results) -> str:
+    """What arms are compared with."""
+    baselines = results.matrix.baselines
+    names = list(dict.fromkeys(baselines.values()))
+    if len(names) == 1:
+        return names[0]
+    pairs = [f"{arm} with {other}" for arm, other in baselines.items() if arm != other]
+    return f"baseline ({', '.join(pairs)})"
+
+
 def pairing_note(results: Results) -> str:
     """Which arms saw the baseline's batches."""
-    others = [arm for arm in results.arms if arm.arm != results.matrix.baseline]
-    unequal = [arm.arm for arm in others if arm.same_batches is False]
+    unequal = [arm.arm for arm in results.arms if arm.same_batches is False]
     if not unequal:
         return "Every arm saw the baseline's batches of equal seed (fingerprints of all steps)."
     return (
@@ -125,6 +134,6 @@ def markdown(results: Results, *, folder: Path, image: str) -> str:
     if problems:
         parts.append("Runs without a result:\n\n" + "\n".join(f"- {line}" for line in problems))
     parts.append("\n".join(f"- {line}" for line in notes(results, folder)))
-    parts.append(f"![Loss and difference to {matrix.baseline}]({image})")
+    parts.append(f"![Losses and their differences to {baseline_text(results)}]({image})")
     parts.append("## Settings\n\n" + markdown_table(*setting_rows(results)))
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -95,8 +95,10 @@ def summarise(matrix: Matrix, histories: Sequence[History]) -> Results:
     by_arm = {
         arm.name: [item for item in histories if item.run.arm == arm.name] for arm in matrix.arms
     }
-    baseline = by_arm[matrix.baseline]
-    arms = tuple(arm_result(matrix, arm, items, baseline, tokens) for arm, items in by_arm.items())
+    arms = tuple(
+        arm_result(matrix, arm, items, by_arm[matrix.baselines[arm]], tokens)
+        for arm, items in by_arm.items()
+    )
     return Results(matrix, tokens, arms, tuple(histories))
 
 
@@ -158,7 +160,7 @@ def arm_result(
         if loss is not None and (other := base.get(seed)) is not None
     ]
     difference = estimate([loss - other for loss, other in pairs]) if pairs else None
-    if arm == matrix.baseline:
+    if arm == matrix.baselines[arm]:
         difference = None
     problems = tuple(problem for item in items if (problem := problem_of(item)))
     return ArmResult(
@@ -214,7 +216,7 @@ def verdict(matrix: Matrix, arm: str, items: Sequence[History], difference: Esti
     finished = sum(item.state.status == "finished" for item in items)
     if finished < len(items):
         return f"incomplete ({finished} of {len(items)} seeds)"
-    if arm == matrix.baseline:
+    if arm == matrix.baselines[arm]:
         return "baseline"
     if difference is None:
         return "undecided (no pair with the baseline)"
