@@ -222,7 +222,8 @@ def gain_difference(peaked: dict[str, Row]) -> str:
     )
 
     def span(values: list[float], digits: int = 1) -> str:
-        return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+        ends = (f"{min(values):.{digits}f}", f"{max(values):.{digits}f}")
+        return " to ".join(dict.fromkeys(ends))
 
     def column(found: list[tuple[float, ...]], index: int) -> list[float]:
         return [figures[index] for figures in found]
@@ -237,9 +238,9 @@ def gain_difference(peaked: dict[str, Row]) -> str:
         "| Measured against float64, not between two orders of keys, independent errors stay below "
         "1. P in E4M3 has four bits of mantissa less, and so 16 times the gain. (4, 4) lets a row "
         "lag by 4 instead of 8: a key that wins by more moves the reference, and from q = 0.6 k on "
-        "nothing lags; the rounded sum then only adds an error of its own. The operands' rounding "
-        "hides the rest: the gain of a whole mxfp8 call with the lagging maximum is "
-        f"{span(calls, 2)} times that with the exact one. |"
+        "own keys no longer lag; the rounded sum then only adds an error of its own. The "
+        "operands' rounding hides the rest: the gain of a whole mxfp8 call with the lagging "
+        f"maximum is {span(calls, 2)} times that with the exact one. |"
     )
 
 

@@ -115,8 +115,8 @@ def peaked_gains(
     for spec in specs:
         saved = forward_reference(q, k, v, cu, spec)
         if spec.quantised and rounded is exact:
-            operands = (x.decoded() for x in product_operands(saved, spec))
-            rounded = attention_truth(*operands, grad_out, cu, mask="causal").out_NHD
+            q_deq, k_deq, v_deq = (x.decoded() for x in product_operands(saved, spec))
+            rounded = attention_truth(q_deq, k_deq, v_deq, grad_out, cu, mask="causal").out_NHD
         error = (saved.out_NHD.double() - rounded).norm(dim=-1) / rounded.norm(dim=-1)
         gain = rms(row_gain_error(saved.out_NHD, rounded))
         floor = rms(error) * math.sqrt(3 / q.shape[-1])
