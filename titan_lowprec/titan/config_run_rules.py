@@ -202,7 +202,11 @@ def optimizer(job: Job) -> Iterator[Problem]:
 def outputs(job: Job) -> Iterator[Problem]:
     """Profiles and metrics."""
     profiling, section = job.config.profiling, job.config.metrics
-    if profiling.enable_profiling:
+    for name in ("enable_profiling", "enable_memory_snapshot"):
+        if getattr(profiling, name) and job.device_type == "cpu":
+            needs = "be false on a CPU: TorchTitan 0.2.2 profiles accelerators only"
+            yield Problem(f"profiling.{name}", needs, True, "profile on a GPU, or with py-spy")
+    if profiling.enable_profiling and job.device_type != "cpu":
         least = profiling.profiler_active + profiling.profiler_warmup
         if profiling.profile_freq < least:
             needs = f"be at least profiler_active + profiler_warmup = {least}"

@@ -23,7 +23,7 @@ class Model:
 
 @dataclass
 class Attention:
-    """``[attention]``: the attention recipe and its options; formulas in ops/attention/README.md."""
+    """``[attention]``: the attention recipe and its options (ops/attention/README.md)."""
 
     recipe: Literal["fp32", "bf16", "mxfp8", "nvfp4_mixed", "nvfp4_full"] = "mxfp8"
     """Number formats of the attention operands, forward and backward. ``fp32`` rounds nothing and

@@ -110,7 +110,8 @@ ONE_WRONG = [
     ({"activation_checkpoint.mode": "memory_budget"}, "activation_checkpoint.mode", "compile"),
     ({"optimizer.name": "Muon"}, "optimizer.name", "AdamW"),
     ({"optimizer.early_step_in_backward": True}, "early_step_in_backward", "non-finite"),
-    ({"profiling.enable_profiling": True, "profiling.profile_freq": 3}, "profile_freq", "use 4"),
+    ({"profiling.enable_profiling": True}, "enable_profiling", "accelerators only"),
+    ({"profiling.enable_memory_snapshot": True}, "enable_memory_snapshot", "accelerators only"),
     ({"metrics.save_for_all_ranks": True}, "metrics.save_for_all_ranks", "rank 0"),
     ({"fault_tolerance.enable": True}, "fault_tolerance.enable", "TorchFT"),
 ]

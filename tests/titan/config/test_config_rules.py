@@ -147,3 +147,11 @@ def test_wandb_must_be_installed(small, monkeypatch, changed, problems):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (problem,) = problems(changed(small, {"metrics.enable_wandb": True}))
     assert problem.key == "metrics.enable_wandb"
+
+
+def test_a_profile_on_a_gpu_is_longer_than_its_warm_up(small, changed, problems):
+    settings = {"profiling.enable_profiling": True, "profiling.profile_freq": 3}
+    (problem,) = problems(changed(small, settings), device_type="cuda")
+    assert problem.key == "profiling.profile_freq"
+    settings["profiling.profile_freq"] = 4
+    assert problems(changed(small, settings), device_type="cuda") == []
