@@ -32,6 +32,15 @@ def test_lengths_of_single_blocks(line, strict, pass_through):
     assert (counts.strict(), counts.pass_through()) == (strict, pass_through)
 
 
+@pytest.mark.parametrize("line", ["-1-11", "--111", "-1-01", "-110-"])
+def test_guesses_where_nothing_counts_do_not_matter(line):
+    correct, valid = blocks(line)
+    plain, guessed = (count_acceptance(c, valid) for c in (correct, correct | ~valid))
+    assert plain.strict() == guessed.strict()
+    assert plain.pass_through() == guessed.pass_through()
+    assert torch.equal(plain.correct_P, guessed.correct_P)
+
+
 def test_unused_slots_are_no_blocks():
     counts = count_acceptance(*blocks("-11", "---"))
     assert int(counts.blocks) == 1 and counts.strict() == 3

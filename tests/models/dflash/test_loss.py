@@ -59,7 +59,7 @@ def written_out_loss(hidden, blocks, tables, objective):
             own = {k: log_p[b, begin + k, labels[begin + k]] for k in slots}
             reached, product = {}, 1.0
             for k in slots:
-                product *= 0.5 * float(own[k].exp()) + 0.5
+                product *= 0.5 * float(own[k].detach().exp()) + 0.5
                 reached[k] = product
             for k in slots:
                 weight = float(blocks.decay_BT[b, begin + k])

@@ -170,7 +170,7 @@ def train_draft(target, *, objective, steps):
 def decode(target, model, tables):
     """Mean acceptance length over prompts; the output must be greedy decoding's."""
     draft, lengths = BlockDraft(model, tables, impl="reference"), []
-    for prompt in sentences(6, length=3):
+    for prompt in sentences(4, length=3):
         options = {"max_new_tokens": 16, "eos_ids": ()}
         decoded = speculative_decode(target.step, draft, prompt, **options)
         greedy = greedy_decode(target.step, prompt, **options)
