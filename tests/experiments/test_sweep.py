@@ -105,11 +105,12 @@ def read_matrix_with(path, baseline):
 
 
 @pytest.mark.slow
-def test_all_matrices_resolve_and_a_real_one_trains_reports_and_is_then_done(tmp_path):
+def test_ends_of_all_matrices_resolve_and_a_real_one_trains_reports_and_is_then_done(tmp_path):
     for path in MATRICES:
-        matrix = replace(read_matrix(path), seeds=(0,))
+        matrix = read_matrix(path)
+        ends = replace(matrix, arms=(matrix.arms[0], matrix.arms[-1]), seeds=(0,))
         complete = tool("sweep").resolver(matrix.processes)
-        assert len(resolve_runs(matrix, output=tmp_path, resolve=complete)) == len(matrix.arms)
+        assert len(resolve_runs(ends, output=tmp_path, resolve=complete)) == 2
     matrix = tmp_path / "real.toml"
     matrix.write_text(REAL.format(root=ROOT))
     first = program("sweep.py", matrix, "--jobs", "2", cwd=tmp_path)
