@@ -33,11 +33,10 @@ def test_the_same_input_twice_gives_the_same_bits(name):
 
 
 FULL_MASK = ("bf16", "mxfp8", "mxfp8-block_scaled", "nvfp4_mixed", "nvfp4_full")
+EVERY_SPEC = [(n, "causal") for n in CAUSAL] + [(n, "full") for n in FULL_MASK]
 
 
-@pytest.mark.parametrize(
-    ("name", "mask"), [(n, "causal") for n in CAUSAL] + [(n, "full") for n in FULL_MASK]
-)
+@pytest.mark.parametrize(("name", "mask"), EVERY_SPEC)
 def test_a_document_has_the_same_bits_alone_packed_anywhere_and_in_any_row(name, mask):
     spec = named_specs(mask)[name]
     documents = [document(n) for n in (1, 33, 97, 64)]
@@ -60,22 +59,35 @@ def test_a_document_has_the_same_bits_alone_packed_anywhere_and_in_any_row(name,
                 assert (gradient[start : start + 5] == 0).all()
 
 
-@pytest.mark.parametrize("value", [1e30, torch.inf, torch.nan])
-@pytest.mark.parametrize("name", CAUSAL)
-def test_nothing_in_another_document_changes_a_bit_at_any_alignment(name, value):
-    spec = CAUSAL[name]
+def assert_isolated(spec, alignments, *, earlier, later):
+    """A document keeps its bits from every offset, whatever the documents around it hold."""
     middle = document(40)
     expected = attention_results(*middle, offsets(40), spec=spec)
-    alignments = range(0, 32, 1 if name == "mxfp8" else 11)
     for before in alignments:
         after = 37 - before
         others = [document(before), document(after)]
-        for x in (*others[0], *others[1]):
-            x[torch.rand(x.shape) < 0.2] = value
+        for tensors, value in zip(others, (earlier, later), strict=True):
+            for x in tensors:
+                x[torch.rand(x.shape) < 0.2] = value
         packed = [torch.cat((others[0][part], middle[part], others[1][part])) for part in range(4)]
         results = attention_results(*packed, offsets(before, 40, after), spec=spec)
         part = slice(before, before + 40)
         assert_equal_bits([x[part] for x in results], expected, f"alignment {before}")
+
+
+@pytest.mark.parametrize("value", [1e30, torch.inf, torch.nan])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_nothing_in_another_document_changes_a_bit(name, value):
+    alignments = range(0, 32, 1 if name == "mxfp8" else 11)
+    assert_isolated(CAUSAL[name], alignments, earlier=value, later=value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", [(1e30, -1e30), (torch.nan, -torch.inf)])
+@pytest.mark.parametrize(("name", "mask"), EVERY_SPEC)
+def test_nothing_in_another_document_changes_a_bit_at_any_alignment(name, mask, values):
+    """Every recipe and option at all 32 offsets of the boundary in its token block."""
+    assert_isolated(named_specs(mask)[name], range(32), earlier=values[0], later=values[1])
 
 
 CHANGES = {
