@@ -81,8 +81,9 @@ def attention_plan(job_config: MergedJobConfig, *, head_dim: int) -> AttentionPl
 
 def resolve_head_impl() -> HeadImpl:
     """The chunked head's implementation on this machine, said in the log."""
-    from torchtitan.tools.utils import device_type, has_cuda_capability
+    from torchtitan.tools.utils import device_type
 
-    impl: HeadImpl = "triton" if has_cuda_capability(9, 0) else "reference"
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    impl: HeadImpl = "triton" if hopper else "reference"
     logger.info(f"loss.impl=linear_chunked runs as {impl} on {device_type}")
     return impl
