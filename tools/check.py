@@ -42,10 +42,13 @@ def commands(options: argparse.Namespace) -> list[tuple[str, list[str]]]:
         ("imports", [str(Path(sys.executable).parent / "lint-imports")]),
         ("types", module("pyright", "--pythonpath", sys.executable)),
     ]
-    slow = "" if options.all else " and not slow"
-    checks.append(("tests", pytest(f"not compile and not gpu{slow}", *SHAPE_CHECKS)))
     if options.all:
-        checks.append(("compiled tests", pytest("compile and not gpu")))
+        checks += [
+            ("tests", pytest("not compile and not gpu", *SHAPE_CHECKS)),
+            ("compiled tests", pytest("compile and not gpu")),
+        ]
+    else:
+        checks.append(("fast tests", pytest("not compile and not gpu and not slow")))
     if options.gpu:
         checks.append(("gpu tests", module("pytest", "-q", "-m", "gpu")))
     if options.bench:

@@ -70,6 +70,7 @@ def test_committed_matrix_states_its_question_command_and_hardware(path):
     assert matrix.base.is_file() and len(matrix.arms) >= 3 and len(matrix.seeds) >= 3
 
 
+@pytest.mark.slow
 def test_last_arm_of_each_tiny_matrix_resolves_with_defaults_written_out(resolve, tmp_path):
     for path in MATRICES:
         if "tiny" not in path.stem:

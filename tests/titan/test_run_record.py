@@ -66,6 +66,7 @@ def test_earlier_attempts_keep_their_numbered_files(tmp_path):
     assert len(list(folder.iterdir())) == 6  # no temporary file is left
 
 
+@pytest.mark.slow
 def test_a_crash_between_the_two_files_does_not_mix_attempts(tmp_path):
     run_record.save_run_record(parse(), dump_folder=str(tmp_path), world_size=1)
     (tmp_path / "run" / "config.toml").unlink()

@@ -43,6 +43,7 @@ def rows(world_size=1, **settings):
 # ---- the command ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_finds_every_recipe_good_and_touches_no_device():
     program = (
         "import sys, torch, titan_lowprec.validate as v;"

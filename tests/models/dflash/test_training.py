@@ -179,7 +179,8 @@ def decode(target, model, tables):
     return sum(lengths) / len(lengths)
 
 
-@pytest.mark.parametrize("objective", ["decay", pytest.param("dpace", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["decay", "dpace"])
 def test_trained_draft_is_accepted_and_the_output_stays_greedy(target, objective):
     tables = tables_of(target)
     untrained, _ = train_draft(target, objective=objective, steps=0)

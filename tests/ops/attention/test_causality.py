@@ -75,7 +75,9 @@ def assert_isolated(spec, alignments, *, earlier, later):
         assert_equal_bits([x[part] for x in results], expected, f"alignment {before}")
 
 
-@pytest.mark.parametrize("value", [1e30, torch.inf, torch.nan])
+@pytest.mark.parametrize(
+    "value", [pytest.param(1e30, marks=pytest.mark.slow), torch.inf, torch.nan]
+)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_nothing_in_another_document_changes_a_bit(name, value):
     alignments = range(0, 32, 1 if name == "mxfp8" else 11)
@@ -114,7 +116,13 @@ def tiny_entries(inputs):
     return out
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        "near_subnormal",
+        *(pytest.param(c, marks=pytest.mark.slow) for c in CHANGES if c != "near_subnormal"),
+    ],
+)
 @pytest.mark.parametrize("name", STRICT)
 def test_strict_prefixes_keep_their_bits_in_packed_documents(name, change):
     """O, LSE and, at a fixed gradient, dQ of every row before ``t``; documents before and after."""

@@ -14,6 +14,7 @@ from titan_lowprec.ops.cross_entropy.api import linear_cross_entropy
 HERE = Path(__file__).resolve().parent
 
 
+@pytest.mark.slow
 def test_interpreted_kernels_match_float64():
     pytest.importorskip("triton")
     plain = {"std": 1.0, "softcap": None, "chunk_rows": 40, "factor": 1.0}

@@ -158,6 +158,7 @@ def test_a_disabled_wandb_is_not_started(build, fake_wandb, config):
     assert fake_wandb == []
 
 
+@pytest.mark.slow
 def test_an_offline_wandb_run_writes_its_history(
     build, wandb_environment, config, tmp_path, record
 ):
