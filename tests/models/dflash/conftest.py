@@ -114,7 +114,9 @@ def make_batch():
                 begin += length
         loss_mask = (torch.rand(len(rows), tokens) < learned) & (document >= 0)
         sampler = AnchorSampler(seed=seed, slots=args.anchor_slots)
-        drawn = sampler.draw(anchor_candidates(loss_mask, document), first_row=0)
+        drawn = sampler.draw(
+            anchor_candidates(loss_mask, document), first_row=0, total_rows=len(rows)
+        )
         return Batch(
             args=args,
             tokens=torch.randint(args.vocab_size - 1, (len(rows), tokens)),

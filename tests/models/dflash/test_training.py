@@ -133,7 +133,7 @@ def prepare(target, sampler, rows):
         _, states = target(tokens)
     loss_mask = torch.arange(S).expand(rows, -1) >= 2
     document, position = torch.zeros_like(tokens), torch.arange(S).expand(rows, -1)
-    anchors = sampler.draw(anchor_candidates(loss_mask, document), first_row=0)
+    anchors = sampler.draw(anchor_candidates(loss_mask, document), first_row=0, total_rows=rows)
     blocks = draft_blocks(
         tokens,
         loss_mask_BS=loss_mask,

@@ -38,10 +38,11 @@ def anchor_candidates(
 
 
 class AnchorSampler:
-    """Draws anchors uniformly without replacement; its state is two integers.
+    """Draws anchors uniformly without replacement; its state is three integers.
 
-    A draw is a function of the seed, the number of draws before it and the row's global number:
-    ranks need no communication, and a run that resumes draws what it would have drawn.
+    A draw is a function of the seed and the row's number in the run: ranks need no communication,
+    a run that resumes draws what it would have drawn, and neither the number of ranks nor the
+    number of micro-batches of a step matters.
     """
 
     def __init__(self, *, seed: int, slots: int) -> None:
@@ -51,14 +52,18 @@ class AnchorSampler:
             )
         self.seed = seed
         self.slots = slots
-        self.draws = 0
+        self.rows = 0
+        """Rows of all ranks that were drawn for."""
 
-    def draw(self, candidates_BS: Bool[Tensor, "B S"], *, first_row: int) -> Anchors:
+    def draw(
+        self, candidates_BS: Bool[Tensor, "B S"], *, first_row: int, total_rows: int
+    ) -> Anchors:
         """Draw one micro-batch's anchors and advance.
 
         Args:
             candidates_BS: From `anchor_candidates`, on the CPU (nothing waits for a device).
-            first_row: Number of this rank's first row in the global batch.
+            first_row: Number of this rank's first row in the micro-batch of all ranks.
+            total_rows: Rows of that micro-batch.
         """
         if candidates_BS.device.type != "cpu":
             raise ValueError(
@@ -66,19 +71,24 @@ class AnchorSampler:
                 "before the batch is moved"
             )
         B, S = candidates_BS.shape
+        if not 0 <= first_row <= total_rows - B:
+            raise ValueError(
+                f"AnchorSampler: rows {first_row} to {first_row + B} must lie in the micro-batch "
+                f"of all ranks, got total_rows={total_rows}; count the rows of every rank"
+            )
         position_BA = torch.full((B, self.slots), S - 1, dtype=torch.int64)
         keep_BA = torch.zeros(B, self.slots, dtype=torch.bool)
         for b in range(B):
-            chosen = self._choose(candidates_BS[b].numpy(), row=first_row + b)
+            chosen = self._choose(candidates_BS[b].numpy(), row=self.rows + first_row + b)
             position_BA[b, : len(chosen)] = torch.from_numpy(chosen)
             keep_BA[b, : len(chosen)] = True
-        self.draws += 1
+        self.rows += total_rows
         return Anchors(position_BA, keep_BA)
 
     def _choose(self, candidate_S: np.ndarray, *, row: int) -> np.ndarray:
         # Sorting Philox's raw output: NumPy keeps the stream of a bit generator over releases.
         # The counter's lower words count within the draw.
-        counter = np.array([0, 0, row, self.draws], dtype=np.uint64)
+        counter = np.array([0, 0, row, 0], dtype=np.uint64)
         generator = np.random.Philox(key=np.array([self.seed, 0], np.uint64), counter=counter)
         index = np.flatnonzero(candidate_S)
         key = generator.random_raw(len(candidate_S))[index]
@@ -86,13 +96,13 @@ class AnchorSampler:
 
     def state_dict(self) -> dict[str, int]:
         """Return what a checkpoint needs."""
-        return {"seed": self.seed, "slots": self.slots, "draws": self.draws}
+        return {"seed": self.seed, "slots": self.slots, "rows": self.rows}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue after the draws of a checkpoint; refuse another seed or number of slots."""
+        """Continue after the rows of a checkpoint; refuse another seed or number of slots."""
         if (state["seed"], state["slots"]) != (self.seed, self.slots):
             raise ValueError(
                 f"AnchorSampler: the checkpoint has seed {state['seed']} and {state['slots']} "
                 f"slots, this run {self.seed} and {self.slots}; resume with the checkpoint's"
             )
-        self.draws = state["draws"]
+        self.rows = state["rows"]
