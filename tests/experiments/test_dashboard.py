@@ -30,12 +30,15 @@ def test_loss_is_plotted_against_tokens_and_steps():
 
 
 def test_keys_with_a_common_beginning_are_matched_by_it():
-    pattern = PLOTS["Quantisation"]["metric_regex"]
-    assert re.match(pattern, "quantisation/layer0/snr") and not re.match(pattern, "loss")
+    pattern = PLOTS["Output error, worst layer"]["metric_regex"]
+    assert re.match(pattern, "quantisation/output_error/layer0") and not re.match(pattern, "loss")
 
 
 def test_every_mirrored_key_is_one_that_the_trainer_sends():
     source = (PACKAGE / "titan" / "metrics.py").read_text()
+    health = (PACKAGE / "titan" / "health.py").read_text()
+    for panel in (p for s in SECTIONS for p in s.panels if p.local.endswith("/largest")):
+        assert f'"{panel.local.removesuffix("/largest")}' in health
     keys = {key for plot in PLOTS.values() for key in plot.get("y", [])}
     assert {key for key in keys if f'"{key}"' not in source} == {dashboard.DIFFERENCE_KEY}
     assert f'"{TOKENS}"' in source

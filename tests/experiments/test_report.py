@@ -1,6 +1,7 @@
 """Markdown, picture and page of a sweep."""
 
 import math
+import json
 import re
 import struct
 from html.parser import HTMLParser
@@ -75,7 +76,25 @@ def test_page_has_every_section_and_names_what_no_run_recorded(report):
     words = " ".join(Page((report / "x_1.5.html").read_text()).words)
     for section in SECTIONS:
         assert section.title in words
-    assert re.search(r"Causality: no run recorded\s+causality/\*", words)
+    missing = (
+        r"Largest change of an earlier row: no run recorded\s+causality/relative_change/largest"
+    )
+    assert re.search(missing, words)
+
+
+def test_health_is_drawn_where_it_was_measured(workshop):
+    run = workshop.saved()[0]
+    workshop.record(run, [3.0, 2.0, 1.0])
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    measured = {**json.loads(lines[1]), "causality/leaking_rows/largest": 7.0}
+    lines[1] = json.dumps(measured)
+    (run.folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    results = summarise(workshop.matrix(), load_histories([run], read_metrics))
+    (panel,) = (
+        p for s in SECTIONS for p in s.panels if p.local == "causality/leaking_rows/largest"
+    )
+    (curve,) = panel_curves(panel, results)
+    assert curve.points == ((2.0, 7.0),)
 
 
 def test_markdown_has_arms_verdicts_failures_and_settings(report):

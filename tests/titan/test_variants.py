@@ -41,6 +41,21 @@ def test_activation_checkpointing_does_not_change_a_bit(train, plain, setting):
     assert_close(run, plain, rtol=0)
 
 
+def test_health_measurements_do_not_change_a_bit_and_are_recorded(train, plain):
+    run = train(
+        "variant-health",
+        *STEPS,
+        "--metrics.health_every=2",
+        "--activation_checkpoint.mode=selective",
+        "--activation_checkpoint.selective_ac_option=op",
+    )
+    assert_close(run, plain, rtol=0)
+    first, second = run.metrics()
+    assert not any(key.startswith(("quantisation/", "causality/")) for key in first)
+    assert 1e-3 < second["quantisation/output_error/layer3"] < 0.1
+    assert second["causality/rows_outside_block/largest"] == 0
+
+
 def test_chunked_head_trains_like_logits(train, plain):
     assert_close(train("variant-chunked", *STEPS, "--loss.impl=linear_chunked"), plain, rtol=1e-4)
 

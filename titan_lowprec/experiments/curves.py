@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -22,15 +22,6 @@ class Curve:
     """``None`` is the mean over seeds."""
     points: tuple[Point, ...]
     finished: bool
-
-
-def expand(panel: Panel, histories: Sequence[History]) -> tuple[Panel, ...]:
-    """A panel that stands for all keys with a beginning, as one panel per recorded key."""
-    if not panel.local.endswith("/"):
-        return (panel,)
-    keys = {key for item in histories for record in item.train for key in record}
-    chosen = sorted(key for key in keys if key.startswith(panel.local))
-    return tuple(replace(panel, title=key, local=key, mirror=(key,)) for key in chosen)
 
 
 def panel_curves(panel: Panel, results: Results) -> tuple[Curve, ...]:

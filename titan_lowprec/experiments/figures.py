@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from titan_lowprec.experiments.curves import Curve, expand, panel_curves
+from titan_lowprec.experiments.curves import Curve, panel_curves
 from titan_lowprec.experiments.panels import SECTIONS, Panel
 from titan_lowprec.experiments.results import Results
 
@@ -65,23 +65,20 @@ def draw(axes: Any, panel: Panel, curves: tuple[Curve, ...], results: Results) -
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def panel_svgs(panel: Panel, results: Results) -> list[tuple[Panel, str]]:
-    """SVG texts of a panel; none if no run recorded its key."""
+def panel_svg(panel: Panel, results: Results) -> str | None:
+    """A panel as SVG text, ``None`` if no run recorded its key."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    texts = []
-    for one in expand(panel, results.histories):
-        curves = panel_curves(one, results)
-        if not curves:
-            continue
-        with rc_context({"svg.hashsalt": one.title}):
-            figure = Figure(figsize=(5.2, 3.4), layout="constrained")
-            draw(figure.subplots(), one, curves, results)
-            buffer = io.StringIO()
-            figure.savefig(buffer, format="svg", metadata={"Date": None})
-        texts.append((one, buffer.getvalue()))
-    return texts
+    curves = panel_curves(panel, results)
+    if not curves:
+        return None
+    with rc_context({"svg.hashsalt": panel.title}):
+        figure = Figure(figsize=(5.2, 3.4), layout="constrained")
+        draw(figure.subplots(), panel, curves, results)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
 
 
 def save_overview(results: Results, path: Path) -> None:

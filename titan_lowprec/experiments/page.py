@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from titan_lowprec.experiments.figures import arm_styles, panel_svgs
+from titan_lowprec.experiments.figures import arm_styles, panel_svg
 from titan_lowprec.experiments.panels import SECTIONS, Section
 from titan_lowprec.experiments.report_table import (
     HEADER,
@@ -118,19 +118,18 @@ def section_html(section: Section, results: Results) -> str:
     """A section's panels, and which of them no run recorded."""
     images, missing = "", []
     for panel in section.panels:
-        drawn = panel_svgs(panel, results)
-        if not drawn:
+        svg = panel_svg(panel, results)
+        if svg is None:
             missing.append(panel)
-        for one, svg in drawn:
-            data = base64.b64encode(svg.encode()).decode()
-            images += f'<img alt="{escape(one.title)}" src="data:image/svg+xml;base64,{data}">'
+            continue
+        data = base64.b64encode(svg.encode()).decode()
+        images += f'<img alt="{escape(panel.title)}" src="data:image/svg+xml;base64,{data}">'
     text = f"<h2>{escape(section.title)}</h2>"
     if images:
         text += f'<div class="panels">{images}</div>'
     for panel in missing:
-        keys = f"{panel.local}*" if panel.local.endswith("/") else panel.local
         text += (
-            f'<p class="none">{escape(panel.title)}: no run recorded <code>{escape(keys)}</code> '
-            "in metrics.jsonl.</p>"
+            f'<p class="none">{escape(panel.title)}: no run recorded '
+            f"<code>{escape(panel.local)}</code> in metrics.jsonl.</p>"
         )
     return text

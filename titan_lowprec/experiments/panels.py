@@ -12,8 +12,8 @@ Kind = Literal["train", "validation", "difference"]
 class Panel:
     """One plot.
 
-    ``local`` is a key of ``metrics.jsonl``, or a key's beginning if it ends with ``/``; ``mirror``
-    are keys of wandb, of which one that ends with ``/`` stands for all that begin with it.
+    ``local`` is a key of ``metrics.jsonl``; ``mirror`` are keys of wandb, of which one that ends
+    with ``/`` stands for all that begin with it.
     """
 
     title: str
@@ -32,6 +32,12 @@ class Section:
     panels: tuple[Panel, ...]
 
 
+def health(title: str, family: str, unit: str) -> Panel:
+    """Largest figure over layers here, every layer in wandb; ``titan/health.py`` has the keys."""
+    return Panel(title, "step", f"{family}/largest", (f"{family}/",), unit)
+
+
+SHARE = "share of elements"
 LOSS = ("loss_metrics/global_avg_loss",)
 NATS = "nats per token"
 SECTIONS: tuple[Section, ...] = (
@@ -108,10 +114,27 @@ SECTIONS: tuple[Section, ...] = (
         "Quantisation health",
         (
             Panel("Skipped steps", "step", "skipped_steps", ("skipped_steps",), "steps"),
-            Panel("Quantisation", "step", "quantisation/", ("quantisation/",), ""),
+            health("Output error, worst layer", "quantisation/output_error", "relative L2"),
+            health("Flushed to zero in Q, K, V, worst layer", "quantisation/flushed", SHARE),
+            health("At the largest code in Q, K, V, worst layer", "quantisation/at_maximum", SHARE),
+            health("Range of scale exponents, widest layer", "quantisation/exponent_range", "bits"),
+            health("Flushed to zero in dS, worst layer", "quantisation/ds_flushed", SHARE),
         ),
     ),
-    Section("Causality", (Panel("Causality", "step", "causality/", ("causality/",), ""),)),
+    Section(
+        "Causality",
+        (
+            health(
+                "Earlier rows that a change reaches, worst layer", "causality/leaking_rows", "rows"
+            ),
+            health(
+                "Of these before the change's 32-token block",
+                "causality/rows_outside_block",
+                "rows",
+            ),
+            health("Largest change of an earlier row", "causality/relative_change", "relative L2"),
+        ),
+    ),
     Section(
         "Data",
         (

@@ -97,6 +97,7 @@ RANGES = {
     "lr_scheduler.decay_ratio": FRACTION,
     "lr_scheduler.min_lr_factor": FRACTION,
     "metrics.log_freq": POSITIVE,
+    "metrics.health_every": NOT_NEGATIVE,
     "checkpoint.interval": POSITIVE,
     "checkpoint.keep_latest_k": NOT_NEGATIVE,
     "checkpoint.load_step": Range(least=0, also=(-1,)),

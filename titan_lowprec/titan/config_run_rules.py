@@ -9,7 +9,7 @@ from pathlib import Path
 import torchtitan.config.job_config as stock
 
 from titan_lowprec.data.bundled import resolve_path
-from titan_lowprec.titan.config_types import DEGREES, Job, Problem, Rule
+from titan_lowprec.titan.config_types import DEGREES, MODEL, Job, Problem, Rule
 
 
 def global_batch(job: Job) -> Iterator[Problem]:
@@ -216,6 +216,13 @@ def outputs(job: Job) -> Iterator[Problem]:
         yield Problem("metrics.save_for_all_ranks", needs, True, "set it to false")
     if section.enable_wandb and importlib.util.find_spec("wandb") is None:
         yield Problem("metrics.enable_wandb", "be false without wandb", True, "pip install wandb")
+    if section.health_every > 0:
+        if job.config.model.name != "llama3_lowprec":
+            needs = f"be 0 for {job.config.model.name}: it measures blocks of llama3_lowprec"
+            yield Problem("metrics.health_every", needs, section.health_every, "set it to 0")
+        if job.config.parallelism.tensor_parallel_degree > 1:
+            needs = "be 0 with tensor parallel: outside of attention a rank has part of a row"
+            yield Problem("metrics.health_every", needs, section.health_every, "set it to 0")
 
 
 def fault_tolerance(job: Job) -> Iterator[Problem]:
@@ -254,6 +261,6 @@ RUN_RULES = (
     Rule(("checkpoint", "model.hf_assets_path"), initial_weights),
     Rule(("activation_checkpoint", "compile"), activation_checkpointing),
     Rule(("optimizer.name", "optimizer.early_step_in_backward"), optimizer),
-    Rule(("profiling", "metrics"), outputs),
+    Rule(("profiling", "metrics", *MODEL, "parallelism.tensor_parallel_degree"), outputs),
     Rule(("fault_tolerance.enable",), fault_tolerance),
 )

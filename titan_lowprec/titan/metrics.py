@@ -15,6 +15,7 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from titan_lowprec.titan.flops import matmul_parameters, peak_of, training_flops
+from titan_lowprec.titan.health import HealthProbe
 from titan_lowprec.titan.memory_monitor import build_memory_monitor
 from titan_lowprec.titan.merged_config import MergedJobConfig
 from titan_lowprec.titan.metrics_file import MetricsFile, read_metrics
@@ -81,6 +82,7 @@ class LowprecMetricsProcessor(MetricsProcessor):
         self.optimizers = None
         self.lr_schedulers = None
         self.model_parts = None
+        self.health = HealthProbe(self, every=job_config.metrics.health_every)
         self._matmul_parameters = 0
         self._first: tuple[int, float] | None = None
         self._begun = time.perf_counter()
@@ -118,14 +120,17 @@ class LowprecMetricsProcessor(MetricsProcessor):
         """
         now = time.perf_counter()
         step_time_s = now - self._begun
+        health = self.health.take(record.step)
         if self._first is None:
             self._first = (record.step, now)
         if self._file is not None:
-            line = self._train_line(record, step_time_s)
+            line = {**self._train_line(record, step_time_s), **health}
             self._file.append(line)
             if self.should_log(record.step):
                 self._print(line, now)
-                self._mirror(self._scalars(record, line), record.step)
+                health |= self._scalars(record, line)
+            if health:
+                self._mirror(health, record.step)
         self.device_memory_monitor.reset_peak_stats()
         self.ntokens_since_last_log = 0
         self.data_loading_times.clear()

@@ -111,7 +111,7 @@ class LowprecTrainer(_Stock):
         global_valid_tokens: torch.Tensor,
     ) -> torch.Tensor:
         """Loss of one microbatch over the step's valid tokens; gradients accumulate."""
-        with self.train_context():
+        with self.train_context(), self.metrics_processor.health.watching(self.step):
             loss_sum = loss_sum_of_batch(
                 self.model_parts[0], self.loss_fn, input_dict, labels, self.job_config
             )

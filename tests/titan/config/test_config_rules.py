@@ -30,6 +30,12 @@ def test_tensor_parallelism_needs_logits(small, changed, problems):
     assert "parallelism.tensor_parallel_degree=2" in str(problem)
 
 
+def test_tensor_parallelism_excludes_health_measurements(small, changed, problems):
+    settings = {"parallelism.tensor_parallel_degree": 2, "metrics.health_every": 10}
+    (problem,) = problems(changed(small, settings), world_size=2)
+    assert problem.key == "metrics.health_every"
+
+
 def test_tensor_parallelism_needs_a_divisible_row(small, changed, problems):
     settings = {
         "parallelism.tensor_parallel_degree": 2,
