@@ -1,7 +1,7 @@
 """Markdown, picture and page of a sweep."""
 
-import math
 import json
+import math
 import re
 import struct
 from html.parser import HTMLParser
