@@ -1,5 +1,6 @@
 """Inputs of the head, a float64 truth by autograd, and the rounding floor of a gradient."""
 
+import functools
 import zlib
 from dataclasses import dataclass
 
@@ -35,8 +36,8 @@ class Head:
 
     def truth(self, factor: float = 1.0) -> dict[str, Tensor]:
         """float64 values and the gradients of ``factor * loss``."""
-        hidden = self.hidden.double().requires_grad_()
-        weight = self.weight.double().requires_grad_()
+        hidden = self.hidden.double().clone().requires_grad_()
+        weight = self.weight.double().clone().requires_grad_()
         logits = hidden @ weight.T
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
@@ -67,27 +68,38 @@ def times_floor_fixture():
     return times_floor
 
 
+def draw_head(
+    seed,
+    N,
+    E,
+    V,
+    *,
+    dtype=torch.bfloat16,
+    std=1.0,
+    ignored=0.2,
+    device="cpu",
+    weighted=False,
+    **rest,
+) -> Head:
+    """Random operands; ``rest`` are options of `Head`."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, device=device)
+
+    labels = torch.randint(0, V, (N,), generator=generator, device=device)
+    drop = torch.rand(N, generator=generator, device=device) < ignored
+    weights = torch.rand(N, generator=generator, device=device) if weighted else None
+    return Head(
+        hidden=normal(N, E).to(dtype),
+        weight=(normal(V, E) * std / E**0.5).to(dtype),
+        labels=labels.masked_fill(drop, -100),
+        token_weight=weights,
+        **rest,
+    )
+
+
 @pytest.fixture
 def make_head(request):
     """``make_head(N, E, V, ...)``, seeded from the test's id."""
-
-    def make(
-        N, E, V, *, dtype=torch.bfloat16, std=1.0, ignored=0.2, device="cpu", weighted=False, **rest
-    ) -> Head:
-        generator = torch.Generator(device).manual_seed(zlib.crc32(request.node.nodeid.encode()))
-
-        def normal(*shape):
-            return torch.randn(*shape, generator=generator, device=device)
-
-        labels = torch.randint(0, V, (N,), generator=generator, device=device)
-        drop = torch.rand(N, generator=generator, device=device) < ignored
-        weights = torch.rand(N, generator=generator, device=device) if weighted else None
-        return Head(
-            hidden=normal(N, E).to(dtype),
-            weight=(normal(V, E) * std / E**0.5).to(dtype),
-            labels=labels.masked_fill(drop, -100),
-            token_weight=weights,
-            **rest,
-        )
-
-    return make
+    return functools.partial(draw_head, zlib.crc32(request.node.nodeid.encode()))

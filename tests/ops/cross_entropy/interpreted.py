@@ -57,7 +57,7 @@ def compare(*, std, softcap, chunk_rows, factor, V=97, N=37, E=16) -> dict[str, 
     hidden[0] = torch.nan  # ignored
     scale = torch.rand(N, generator=generator)
     spec = HeadSpec(-100, chunk_rows, 1e-3, softcap, "triton")
-    needs = {"spec": spec, "need_hidden": True, "need_weight": True}
+    needs = {"spec": spec, "shard": None, "need_hidden": True, "need_weight": True}
     mine = launch.form_triton(hidden, weight, labels, scale, **needs)
     truth = form_reference(hidden.double(), weight.double(), labels, scale, **needs)
     high = mine.grad_weight_high_VE

@@ -277,7 +277,20 @@ def test_opcheck(make_head, need):
     hidden, weight = head.leaves()
     hidden.requires_grad_(need[0])
     weight.requires_grad_(need[1])
-    arguments = (hidden, weight, head.labels, None, -100, 8, 0.0, None, "reference", *need, False)
+    arguments = (
+        hidden,
+        weight,
+        head.labels,
+        None,
+        -100,
+        8,
+        0.0,
+        None,
+        "reference",
+        None,
+        *need,
+        False,
+    )
     torch.library.opcheck(OP, arguments)
 
 

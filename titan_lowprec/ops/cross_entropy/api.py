@@ -15,66 +15,21 @@ from titan_lowprec.ops.cross_entropy.common import (
     accumulation_dtype,
     check_labels,
     check_operands,
-    check_options,
-    label_poison,
     splits,
 )
+from titan_lowprec.ops.cross_entropy.logits import PerRow, Sum, cross_entropy
 from titan_lowprec.ops.cross_entropy.reference import form_reference, round_reference
-from titan_lowprec.shapes import Float, Float32, Float64, Int64, Tensor
+from titan_lowprec.ops.cross_entropy.shards import VocabularyShard, check_shard
+from titan_lowprec.shapes import Float, Float32, Int64, Tensor
 
-__all__ = ["SAVE_OPS", "HeadSpec", "Impl", "cross_entropy", "linear_cross_entropy"]
-
-Sum = Float32[Tensor, ""] | Float64[Tensor, ""]
-PerRow = Float32[Tensor, " N"] | Float64[Tensor, " N"]
-
-
-def cross_entropy(
-    logits_NV: Float[Tensor, "N V"],
-    labels_N: Int64[Tensor, " N"],
-    *,
-    ignore_index: int,
-    z_loss: float,
-    softcap: float | None,
-) -> tuple[Sum, PerRow, PerRow]:
-    """Sum the cross-entropy of rows of logits, all reductions in fp32.
-
-    Args:
-        logits_NV: Any floating dtype.
-        labels_N: int64 in ``[0, V)``, or ``ignore_index``.
-        ignore_index: Label of a row without a loss.
-        z_loss: Weight of ``lse ** 2`` in a row's loss.
-        softcap: Logits become ``softcap * tanh(logits / softcap)``; ``None`` leaves them.
-
-    Returns:
-        Loss sum, loss per row (0 where ignored) and natural-log LSE per row; all differentiable.
-        With every label ignored the sum is a 0 that is still connected to the logits.
-
-    Raises:
-        ValueError: On a CPU, outside compiled code: a label is out of range. Elsewhere that
-            row's loss and gradient, and with them the sum, become NaN.
-        TypeError: Labels are not int64.
-
-    Numerics:
-        Logits are converted to fp32 first (fp64 stays fp64), so log-sum-exp, the loss and their
-        gradients are fp32; the gradient is rounded once, to the logits' dtype.
-
-    Source:
-        PyTorch's own loss of bf16 logits is a bf16 scalar (relative error 2e-3).
-    """
-    check_options(z_loss=z_loss, softcap=softcap)
-    V = logits_NV.shape[1]
-    check_labels(labels_N, vocabulary=V, ignore_index=ignore_index)
-    x_NV = logits_NV.to(accumulation_dtype(logits_NV.dtype))
-    if softcap is not None:
-        x_NV = softcap * torch.tanh(x_NV / softcap)
-    lse_N = torch.logsumexp(x_NV, dim=1)
-    index_N1 = labels_N.clamp(0, V - 1)[:, None]
-    loss_N = lse_N - x_NV.gather(1, index_N1)[:, 0]
-    if z_loss != 0:
-        loss_N = loss_N + z_loss * lse_N.square()
-    loss_N = loss_N * label_poison(labels_N, vocabulary=V, ignore_index=ignore_index)
-    per_token_N = torch.where(labels_N == ignore_index, 0.0, loss_N)
-    return per_token_N.sum(), per_token_N, lse_N
+__all__ = [
+    "SAVE_OPS",
+    "HeadSpec",
+    "Impl",
+    "VocabularyShard",
+    "cross_entropy",
+    "linear_cross_entropy",
+]
 
 
 def linear_cross_entropy(
@@ -88,6 +43,7 @@ def linear_cross_entropy(
     softcap: float | None,
     token_weight_N: Float32[Tensor, " N"] | None,
     impl: Impl,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Sum, PerRow, PerRow]:
     """Sum the cross-entropy of ``hidden @ weight.T`` without keeping the logits.
 
@@ -106,10 +62,13 @@ def linear_cross_entropy(
         softcap: Logits become ``softcap * tanh(logits / softcap)``; ``None`` leaves them.
         token_weight_N: Factor of each row's loss, fp32, or ``None`` for 1; a constant.
         impl: ``"reference"`` runs anywhere; ``"triton"`` needs bf16 on a Hopper GPU.
+        shard: Which rows of a head that is spread over processes ``weight_VE`` holds; every
+            process passes the same rows, labels and options. ``None``: all rows.
 
     Returns:
         Loss sum (differentiable), loss per row with its weight (0 where ignored), natural-log
-        LSE per row of the soft-capped logits.
+        LSE per row of the soft-capped logits. With a shard all three, and the gradient of
+        ``hidden_NE``, are those of the whole head, in the same bits on every process.
 
     Raises:
         ValueError: An option, shape or dtype does not fit, or (on a CPU) a label is out of
@@ -118,14 +77,18 @@ def linear_cross_entropy(
 
     Numerics:
         fp32 logits from exact products, fp32 LSE, loss and dW sum; each gradient is rounded
-        once, after the incoming gradient has been multiplied in.
+        once, after the incoming gradient has been multiplied in. Shards add up dX in fp32.
 
     Source:
         `reference.py` is the specification; README.md says what the kernels add to it.
     """
     spec = HeadSpec(ignore_index, chunk_rows, z_loss, softcap, impl)
     check_operands(hidden_NE, weight_VE, labels_N, token_weight_N)
-    check_labels(labels_N, vocabulary=weight_VE.shape[0], ignore_index=ignore_index)
+    vocabulary = weight_VE.shape[0]
+    if shard is not None:
+        check_shard(weight_VE, shard)
+        vocabulary = shard.vocabulary
+    check_labels(labels_N, vocabulary=vocabulary, ignore_index=ignore_index)
     grad = torch.is_grad_enabled()
     loss_sum, per_token_N, lse_N, _, _, _ = torch.ops.titan_lowprec.linear_cross_entropy_forward(
         hidden_NE,
@@ -137,6 +100,7 @@ def linear_cross_entropy(
         spec.z_loss,
         spec.softcap,
         spec.impl,
+        None if shard is None else shard.encode(),
         grad and hidden_NE.requires_grad,
         grad and weight_VE.requires_grad,
         True,
@@ -146,7 +110,7 @@ def linear_cross_entropy(
 
 _FORWARD_SCHEMA = (
     "(Tensor hidden, Tensor weight, Tensor labels, Tensor? token_weight, SymInt ignore_index, "
-    "SymInt chunk_rows, float z_loss, float? softcap, str impl, bool need_hidden, "
+    "SymInt chunk_rows, float z_loss, float? softcap, str impl, str? shard, bool need_hidden, "
     "bool need_weight, bool reuse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _ROUND_SCHEMA = (
@@ -168,13 +132,16 @@ def _forward(
     z_loss: float,
     softcap: float | None,
     impl: Impl,
+    shard: str | None,
     need_hidden: bool,
     need_weight: bool,
     reuse: bool,
 ) -> tuple[Tensor, ...]:
     """``reuse``: nobody reads the last three results, so the backward pass may overwrite them."""
     spec = HeadSpec(ignore_index, chunk_rows, z_loss, softcap, impl)
-    check_labels(labels, vocabulary=weight.shape[0], ignore_index=ignore_index)
+    part = None if shard is None else VocabularyShard.decode(shard)
+    vocabulary = weight.shape[0] if part is None else part.vocabulary
+    check_labels(labels, vocabulary=vocabulary, ignore_index=ignore_index)
     form = form_reference
     if impl == "triton":
         from titan_lowprec.ops.cross_entropy.kernel import form_triton
@@ -186,6 +153,7 @@ def _forward(
         labels,
         token_weight,
         spec=spec,
+        shard=part,
         need_hidden=need_hidden,
         need_weight=need_weight,
     )
@@ -203,6 +171,7 @@ def _forward_fake(
     z_loss: float,
     softcap: float | None,
     impl: Impl,
+    shard: str | None,
     need_hidden: bool,
     need_weight: bool,
     reuse: bool,
@@ -263,11 +232,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[3:])
-    ctx.dtype, ctx.impl, ctx.reuse = inputs[0].dtype, inputs[8], inputs[11]
+    ctx.dtype, ctx.impl, ctx.reuse = inputs[0].dtype, inputs[8], inputs[12]
 
 
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
-    nothing = (None,) * 10
+    nothing = (None,) * 11
     if grad_loss is None:
         return None, None, *nothing
     grad_hidden, grad_weight, low = ctx.saved_tensors

@@ -10,11 +10,13 @@ from titan_lowprec.ops.cross_entropy.kernel.rows import (
     finish_hidden_gradient,
     statistics,
 )
+from titan_lowprec.ops.cross_entropy.kernel.shard_rows import flag_tiles, shard_statistics
 from titan_lowprec.ops.cross_entropy.kernel.tiles import LOGITS, WEIGHT, LogitsTile
 from titan_lowprec.ops.cross_entropy.kernel.weight_gradient import (
     add_label_gradient,
     add_weight_gradient,
 )
+from titan_lowprec.ops.cross_entropy.shards import VocabularyShard, sum_over_ranks
 from titan_lowprec.shapes import Float, Int64, Tensor
 
 
@@ -25,6 +27,7 @@ def form_triton(
     token_weight_N: Float[Tensor, " N"] | None,
     *,
     spec: HeadSpec,
+    shard: VocabularyShard | None,
     need_hidden: bool,
     need_weight: bool,
 ) -> Formed:
@@ -38,8 +41,9 @@ def form_triton(
     """
     _check(hidden_NE, weight_VE)
     (N, E), V = hidden_NE.shape, weight_VE.shape[0]
-    scale_N = row_scale(labels_N, token_weight_N, vocabulary=V, ignore_index=spec.ignore_index)
-    label_N = labels_N.clamp(0, V - 1).to(torch.int32)
+    all_V = V if shard is None else shard.vocabulary
+    scale_N = row_scale(labels_N, token_weight_N, vocabulary=all_V, ignore_index=spec.ignore_index)
+    label_N, row_N = _labels_here(labels_N, shard, rows=V, vocabulary=all_V)
     store = need_hidden or need_weight
     lse_N, loss_N, ratio_N, coefficient_N = (torch.empty_like(scale_N) for _ in range(4))
     grad_hidden_NE = hidden_NE.new_empty((N if need_hidden else 0, E), dtype=torch.float32)
@@ -62,22 +66,39 @@ def form_triton(
         scaled = None if scaled_CE is None else scaled_CE[:C]
         results = (lse_N[at], loss_N[at], ratio_N[at], coefficient_N[at], scaled)
         x_CE = usable_rows(hidden_NE[at], scale_N[at]).contiguous()
-        _softmax_chunk(x_CE, weight_VE, label_N[at], scale_N[at], p, results, spec, LOGITS)
+        _softmax_chunk(x_CE, weight_VE, label_N[at], scale_N[at], p, results, spec, shard, LOGITS)
         if need_hidden:
             assert p is not None
             _multiply_fp32(p[:, :V], weight_VE, out=grad_hidden_NE[at])
             finish_hidden_gradient(
-                grad_hidden_NE[at], weight_VE, label_N[at], ratio_N[at], coefficient_N[at]
+                grad_hidden_NE[at],
+                weight_VE,
+                row_N[at],
+                ratio_N[at],
+                coefficient_N[at],
             )
         if need_weight:
             assert p is not None and scaled is not None
             add_weight_gradient(p, scaled, high_VE, low_VE, accumulate=start > 0, tile=WEIGHT)
+    sum_over_ranks(grad_hidden_NE, shard)
     if need_weight:
-        key_N = torch.where(scale_N == 0, V, label_N)
+        key_N = torch.where((scale_N == 0) | (label_N < 0), V, label_N)
         sorted_N, order_N = torch.sort(key_N, stable=True)
         x_NE = hidden_NE.contiguous()
         add_label_gradient(high_VE, low_VE, x_NE, coefficient_N, order_N, sorted_N)
     return Formed(loss_N.sum(), loss_N, lse_N, grad_hidden_NE, high_VE, low_VE)
+
+
+def _labels_here(
+    labels_N: Tensor, shard: VocabularyShard | None, *, rows: int, vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    """The labels' rows in this process's part of the head: -1 if elsewhere, and 0 if elsewhere."""
+    label_N = labels_N.clamp(0, vocabulary - 1).to(torch.int32)
+    if shard is None:
+        return label_N, label_N
+    label_N -= shard.first
+    elsewhere_N = (label_N < 0) | (label_N >= rows)
+    return label_N.masked_fill(elsewhere_N, -1), label_N.masked_fill(elsewhere_N, 0)
 
 
 def _check(hidden_NE: Tensor, weight_VE: Tensor) -> None:
@@ -105,12 +126,14 @@ def _softmax_chunk(
     p_CV: Tensor | None,
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
     spec: HeadSpec,
+    shard: VocabularyShard | None,
     tile: LogitsTile,
 ) -> None:
     """Exponentials and row statistics of a chunk, repeated where the shift 0 did not do.
 
     The decision is taken on the device, per tile of rows: no synchronisation, and a CUDA graph
-    holds both ways. A pass without a flagged tile ends at once.
+    holds both ways. A pass without a flagged tile ends at once. Shards decide each for themselves,
+    and exchange sums once, at the end.
     """
     C, V = x_CE.shape[0], weight_VE.shape[0]
     shift_C = torch.zeros(C, dtype=torch.float32, device=x_CE.device)
@@ -129,11 +152,27 @@ def _softmax_chunk(
         )
 
     exponentials(*chunk, softcap=spec.softcap, tile=tile)
-    finish(again=False)
+    if shard is None:
+        finish(again=False)
+    else:
+        flag_tiles(partial_CG, redo_Q, tile_rows=tile.rows)
     correct(*chunk, redo_Q, softcap=spec.softcap, tile=tile, maximum=True)
     correct_shift(partial_CG, shift_C, redo_Q, tile_rows=tile.rows)
     correct(*chunk, redo_Q, softcap=spec.softcap, tile=tile, maximum=False)
-    finish(again=True)
+    if shard is None:
+        finish(again=True)
+    else:
+        shard_statistics(
+            partial_CG,
+            x_CE,
+            weight_VE,
+            label_C,
+            scale_C,
+            shift_C,
+            results,
+            spec=spec,
+            shard=shard,
+        )
 
 
 def _multiply_fp32(p_CV: Tensor, weight_VE: Tensor, *, out: Tensor) -> None:

@@ -1,0 +1,105 @@
+"""Run sharded heads in processes of their own, one a shard; each loads the cases from a file."""
+
+import multiprocessing
+import os
+from dataclasses import asdict, dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from titan_lowprec.ops.cross_entropy.api import VocabularyShard, linear_cross_entropy
+
+
+@dataclass
+class Result:
+    """What one process got."""
+
+    values: tuple = ()
+    """Loss sum, loss per row, LSE."""
+    grad_hidden: object = None
+    grad_weight: object = None
+    gathers: int = 0
+    reductions: int = 0
+    again: list = field(default_factory=list)
+    """Names of the tensors that a second run changed."""
+
+
+def run_sharded(cases, ranks, folder, *, backend="gloo", device="cpu"):
+    """``{case: [Result of rank 0, ...]}`` for cases ``{name: (Head, changes)}``."""
+    portable = {
+        name: (head.hidden, head.weight, head.labels, head.options(**changes), extra)
+        for name, (head, changes, extra) in cases.items()
+    }
+    torch.save(portable, folder / "cases.pt")
+    multiprocessing.set_forkserver_preload([__name__])  # the imports of all processes, once
+    args = (ranks, str(folder), backend, device)
+    mp.start_processes(_worker, args=args, nprocs=ranks, start_method="forkserver")
+    per_rank = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    return {name: [Result(**results[name]) for results in per_rank] for name in cases}
+
+
+def _worker(rank, ranks, folder, backend, device):
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if device == "cuda":
+        # gloo's processes may share one GPU, NCCL's may not
+        torch.cuda.set_device(rank if backend == "nccl" else 0)
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    cases = torch.load(f"{folder}/cases.pt", weights_only=False, map_location=device)
+    results = {name: asdict(_run(*case)) for name, case in cases.items()}
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def _run(hidden, weight, labels, options, extra):
+    shard = VocabularyShard.of_group(weight.shape[0], dist.group.WORLD)
+    local = weight[shard.first : shard.first + shard.rows].clone()
+    counts = {"all_gather_into_tensor": 0, "all_reduce": 0}
+    stock = {name: getattr(dist, name) for name in counts}
+
+    def counted(name):
+        def call(*args, **kwargs):
+            counts[name] += 1
+            return stock[name](*args, **kwargs)
+
+        return call
+
+    for name in counts:
+        setattr(dist, name, counted(name))
+    try:
+        values, *grads = _once(hidden, local, labels, options, shard, **extra)
+    finally:
+        for name, function in stock.items():
+            setattr(dist, name, function)
+    repeated, *again = _once(hidden, local, labels, options, shard, **extra)
+    names = ("loss", "per_token", "lse", "hidden", "weight")
+    pairs = zip(names, (*values, *grads), (*repeated, *again), strict=True)
+    return Result(
+        values=tuple(value.cpu() for value in values),
+        grad_hidden=None if grads[0] is None else grads[0].cpu(),
+        grad_weight=None if grads[1] is None else grads[1].cpu(),
+        gathers=counts["all_gather_into_tensor"],
+        reductions=counts["all_reduce"],
+        again=[name for name, a, b in pairs if a is not None and not torch.equal(a, b)],
+    )
+
+
+def _once(
+    hidden, local, labels, options, shard, *, factor=1.0, frozen=(), compiled=False, no_grad=False
+):
+    hidden = hidden.clone().requires_grad_("hidden" not in frozen)
+    local = local.clone().requires_grad_("weight" not in frozen)
+
+    def step(hidden, local, labels):
+        return linear_cross_entropy(hidden * 1, local, labels, **options, shard=shard)
+
+    if compiled:
+        step = torch.compile(step, fullgraph=True)
+    with torch.set_grad_enabled(not no_grad):
+        loss, per_token, lse = step(hidden, local, labels)
+    if not no_grad:
+        (loss * factor).backward()
+    return (loss.detach(), per_token, lse), hidden.grad, local.grad
