@@ -1,12 +1,14 @@
 """Cases and implementations of packed causal attention for `run.py --op attention`.
 
 All of ours take bf16 q, k, v; one forward is quantise + forward, one backward is quantise (the
-gradient) + backward, and the part ``quantise`` alone is timed as its own pass. FLOPs count
-visible pairs only: 4 pairs d H forward, 10 pairs d H backward, whatever a kernel recomputes.
-``error`` is the relative L2 error of the output's first document against float64; the FP8 rows
-must stay below 0.06, bf16 rows below 5e-3.
+gradient) + backward. ``quantise`` alone and the work lists (``lists``) are passes of their own.
+FLOPs count visible pairs only: 4 pairs d H forward, 10 pairs d H backward, whatever a kernel
+recomputes. ``error`` is the relative L2 error of the output's first document against float64; the
+FP8 rows must stay below 0.06, bf16 rows below 5e-3.
 """
 
+import importlib
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,6 +32,13 @@ LAYOUTS = {
     "1x65536": (65_536,),
     "1x32768": (32_768,),
 }
+# Equal tokens and equal sums of squares: only the order of the documents differs.
+ORDERS = {
+    "longest_first": (8192,) + (256,) * 224,
+    "longest_middle": (256,) * 112 + (8192,) + (256,) * 112,
+    "longest_last": (256,) * 224 + (8192,),
+}
+MANY = {"131072_by_1024": (1024,) * 128, "131072_uneven": (32_768,) * 2 + (256,) * 256}
 
 
 @dataclass
@@ -54,12 +63,15 @@ def cases(suite: str, device: torch.device) -> list[Case]:
     del device
     if suite == "smoke":
         return [Case("2x256-H4-J2", {"lengths": (256, 256), "heads": 4, "kv_heads": 2})]
+    layouts = LAYOUTS | ORDERS | MANY
     chosen = {
         "full": [(name, j) for name in LAYOUTS for j in (16, 4)],
         "main": [("16x4096", 16), ("8192+224x256", 16)],
+        "order": [(name, 16) for name in ORDERS],
+        "memory": [(name, 4) for name in MANY],
     }[suite]
     return [
-        Case(f"{name}-H{HEADS}-J{j}", {"lengths": LAYOUTS[name], "heads": HEADS, "kv_heads": j})
+        Case(f"{name}-H{HEADS}-J{j}", {"lengths": layouts[name], "heads": HEADS, "kv_heads": j})
         for name, j in chosen
     ]
 
@@ -128,8 +140,13 @@ def ours(name: str, spec: AttentionSpec, tolerance: float) -> Implementation:
         def quantise() -> None:
             launch.encode_all(*operands, inputs.grad, saved, spec)
 
+        def lists() -> None:
+            launch.build_lists(inputs.q, inputs.cu_seqlens, spec)
+
         saved = forward()
-        extra = {"quantise": quantise} if spec.quantised else None
+        extra: dict[str, Callable[[], Any]] = {"lists": lists}
+        if spec.quantised:
+            extra["quantise"] = quantise
         return workload(inputs, forward, both, lambda: forward().out_NHD, tolerance, extra)
 
     return Implementation(name, prepare, needs_cuda)
@@ -226,6 +243,28 @@ def cudnn(case: Case, inputs: Inputs) -> Workload:
     return autograd_workload(inputs, function, "dense")
 
 
+def flash_attention_4(case: Case, inputs: Inputs) -> Workload:
+    """flash-attn-4's variable-length attention on Hopper, in bf16."""
+    del case
+    varlen = importlib.import_module("flash_attn.cute.interface").flash_attn_varlen_func
+    offsets, longest = inputs.cu_seqlens[0], max(inputs.lengths)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = varlen(
+            q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest,
+            max_seqlen_k=longest, causal=True,
+        )  # fmt: skip
+        return result[0] if isinstance(result, tuple) else result
+
+    return autograd_workload(inputs, function, "packed")
+
+
+def needs_flash_attention_4(device: torch.device) -> str | None:
+    if device.type == "cuda" and importlib.util.find_spec("cutlass") is None:
+        return "flash-attn-4 and nvidia-cutlass-dsl are not installed"
+    return needs_cuda(device)
+
+
 MXFP8 = AttentionSpec.mxfp8(mask="causal")
 IMPLEMENTATIONS = [
     Implementation("flex_attention", flex, needs_cuda),
@@ -235,4 +274,5 @@ IMPLEMENTATIONS = [
     ours("bf16", AttentionSpec.bf16(mask="causal"), 5e-3),
     Implementation("varlen_attn", varlen, needs_cuda),
     Implementation("cudnn", cudnn, needs_cuda),
+    Implementation("flash_attn_4", flash_attention_4, needs_flash_attention_4),
 ]

@@ -101,7 +101,7 @@ def _rows_fp8(
         acc = acc * gain[:, None] + tl.dot(p, tl.trans(v))
         k_factor = next_factor
         v_exponent = next_exponent
-    for first_key in tl.range(unmasked, keys, BLOCK_N, num_stages=1):
+    for first_key in tl.range(unmasked, keys, BLOCK_N, num_stages=2):
         left = length - first_key
         k_factor, v_exponent = _tile_scales(
             ks_ptr, vs_ptr, token + first_key, J, left, BLOCKS, TOKEN

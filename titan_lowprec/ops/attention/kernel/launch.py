@@ -62,6 +62,25 @@ def _items(cu_seqlens_RM: Tensor, total_tokens: int, unit: int, order: str, mask
     return work_items(cu_seqlens_RM, total_tokens=total_tokens, unit=unit, order=chosen)
 
 
+def build_lists(
+    q_NHD: Float[Tensor, "N H D"], cu_seqlens_RM: Int32[Tensor, "R M1"], spec: AttentionSpec
+) -> None:
+    """Build the work lists of one forward and one backward and drop them, for benchmarks.
+
+    Numerics:
+        None.
+
+    Source:
+        ``ops/quantize/kernel/work_items.py``.
+    """
+    N, _, D = q_NHD.shape
+    _blocks(cu_seqlens_RM, N)
+    _blocks(cu_seqlens_RM, N)
+    _items(cu_seqlens_RM, N, forward_launch(spec, D).rows, "queries", spec.mask)
+    _items(cu_seqlens_RM, N, keys_launch(spec, D).rows, "keys", spec.mask)
+    _items(cu_seqlens_RM, N, queries_launch(spec, D).rows, "queries", spec.mask)
+
+
 def encode_operands(
     q_NHD: Float[Tensor, "N H D"],
     k_NJD: Float[Tensor, "N J D"],

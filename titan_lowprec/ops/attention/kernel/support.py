@@ -39,8 +39,9 @@ def keys_launch(spec: AttentionSpec, head_dim: int) -> Launch:
 
 
 def queries_launch(spec: AttentionSpec, head_dim: int) -> Launch:
-    """Rows are queries."""
-    return Launch(rows=64, warps=4, stages=2)
+    """Rows are queries. A third stage pays as long as two programs still fit."""
+    small = spec.quantised and spec.tile_k == 64
+    return Launch(rows=64, warps=4, stages=3 if small else 2)
 
 
 def unsupported_reason(
