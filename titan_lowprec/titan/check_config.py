@@ -10,8 +10,9 @@ from titan_lowprec.titan.config_ranges import range_problems
 from titan_lowprec.titan.config_rules import MODEL_RULES
 from titan_lowprec.titan.config_run_rules import RUN_RULES
 from titan_lowprec.titan.config_types import Job, Problem, type_problems
+from titan_lowprec.titan.dflash.rules import DRAFT_RULES
 
-SECTIONS = ("attention", "loss", "data")
+SECTIONS = ("attention", "loss", "data", "dflash")
 
 
 class ConfigError(ValueError):
@@ -55,7 +56,7 @@ def find_problems(job_config: JobConfig, *, device_type: str, world_size: int) -
             problems.append(unknown_model(job_config))
     yield from problems
     job = Job(job_config, device_type, world_size, model_args)
-    for rule in (*MODEL_RULES, *RUN_RULES):
+    for rule in (*MODEL_RULES, *RUN_RULES, *DRAFT_RULES):
         if not touches(rule.keys, problems):
             yield from rule.check(job)
 
@@ -86,5 +87,5 @@ def unknown_model(job_config: JobConfig) -> Problem:
     try:
         flavors = sorted(get_train_spec(name).model_args)
     except ValueError:
-        return Problem("model.name", "be a registered model", name, "use llama3_lowprec")
+        return Problem("model.name", "be a registered model", name, "use llama3_lowprec or dflash")
     return Problem("model.flavor", f"be one of {flavors} for {name}", flavor, "choose one of them")

@@ -8,6 +8,8 @@ Checks live in ``check_config``: TorchTitan does not check the types of TOML val
 from dataclasses import dataclass, field
 from typing import Literal
 
+from titan_lowprec.titan.dflash.section import DFlash
+
 
 @dataclass
 class Model:
@@ -195,6 +197,7 @@ class JobConfig:
     attention: Attention = field(default_factory=Attention)
     loss: Loss = field(default_factory=Loss)
     data: Data = field(default_factory=Data)
+    dflash: DFlash = field(default_factory=DFlash)
     training: Training = field(default_factory=Training)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)

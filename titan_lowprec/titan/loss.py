@@ -1,5 +1,6 @@
 """TorchTitan's loss component, and the one way from a batch to its summed loss."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,32 @@ from titan_lowprec.titan.merged_config import MergedJobConfig
 
 IGNORE_INDEX = -100
 LossFunction = Callable[[Tensor, Tensor], Tensor]
+Batch = tuple[dict[str, Tensor], Tensor]
+
+
+class BatchLoss(ABC):
+    """A loss that is no function of logits and labels; ``build_loss_fn`` may return one."""
+
+    @abstractmethod
+    def loss_sum(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+        """Summed loss of one microbatch, on the device."""
+
+    @abstractmethod
+    def step_denominator(self, microbatches: list[Batch], device: torch.device) -> Tensor:
+        """What divides the sum: a fp32 scalar, over all ranks, from microbatches on the host."""
+
+    def __call__(self, pred: Tensor, labels: Tensor) -> Tensor:
+        """TorchTitan's form, which has too little to go by."""
+        raise RuntimeError(f"{type(self).__name__}: the loss is computed from whole batches")
+
+
+def step_denominator(
+    loss_fn: LossFunction, microbatches: list[Batch], valid_tokens: int, device: torch.device
+) -> Tensor:
+    """What divides a step's summed loss on every rank: its valid tokens, or the loss's own."""
+    if isinstance(loss_fn, BatchLoss):
+        return loss_fn.step_denominator(microbatches, device)
+    return torch.tensor(float(max(valid_tokens, 1)), device=device, dtype=torch.float32)
 
 
 def build_loss(job_config: MergedJobConfig, **kwargs: Any) -> LossFunction:
@@ -61,6 +88,8 @@ def loss_sum_of_batch(
     job_config: MergedJobConfig,
 ) -> Tensor:
     """Forward pass and summed loss of one microbatch; training and validation share it."""
+    if isinstance(loss_fn, BatchLoss):
+        return loss_fn.loss_sum(model, inputs, labels)
     extra = {name: tensor for name, tensor in inputs.items() if name != "input"}
     if job_config.loss.impl == "linear_chunked":
         return model(inputs["input"], labels=labels, **extra)

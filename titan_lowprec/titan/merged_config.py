@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         attention: ours.Attention
         loss: ours.Loss
         data: ours.Data
+        dflash: ours.DFlash
         training: Training
         checkpoint: Checkpoint
         metrics: Metrics

@@ -102,6 +102,9 @@ class LowprecMetricsProcessor(MetricsProcessor):
         frequency = self.job_config.metrics.log_freq
         return step == 1 or step % frequency == 0 or step == self.job_config.training.steps
 
+    def attach_loss(self, loss_fn: Any) -> None:
+        """Know the trainer's loss, for figures that only it has; here there are none."""
+
     def begin_step(self) -> None:
         """Start the clock of the next step, which otherwise starts at the end of the last one."""
         self._begun = time.perf_counter()
@@ -136,17 +139,20 @@ class LowprecMetricsProcessor(MetricsProcessor):
         self.data_loading_times.clear()
         self.begin_step()
 
-    def log_validation_record(self, step: int, loss: float, tokens: int) -> None:
+    def log_validation_record(
+        self, step: int, loss: float, tokens: int, figures: dict[str, Any] | None = None
+    ) -> None:
         """Log a validation round after ``step``; its time counts for no training step.
 
         Args:
             step: Optimizer steps done.
             loss: Mean over all valid tokens of the round.
             tokens: Valid tokens evaluated, over all ranks.
+            figures: What else the round measured, for ``metrics.jsonl``.
         """
         if self._file is not None:
             line = {"kind": "validation", "step": step, "loss": loss, "tokens": tokens}
-            self._file.append({**line, "time": time.time()})
+            self._file.append({**line, **(figures or {}), "time": time.time()})
             scalars = {"validation_metrics/loss": loss, "validation_metrics/tokens": tokens}
             self._mirror(scalars, step)
             color = self.color

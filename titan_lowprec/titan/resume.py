@@ -13,6 +13,7 @@ IDENTITY_FILE = "identity.json"
 NOT_IDENTITY = {
     "attention": {"impl"},
     "data": {"cache_dir", "validation_paths"},
+    "dflash": {"shard_target", "attention", "acceptance_freq"},
     "optimizer": {"implementation"},
 }
 TRAINING_KEYS = ("seq_len", "max_norm", "dtype", "mixed_precision_param", "mixed_precision_reduce")
@@ -24,6 +25,8 @@ def run_identity(job_config: MergedJobConfig, *, global_batch_size: int) -> dict
         name: asdict(getattr(job_config, name))
         for name in ("attention", "loss", "data", "optimizer", "lr_scheduler")
     }
+    if job_config.model.name == "dflash":
+        sections["dflash"] = asdict(job_config.dflash)
     schedule = sections["lr_scheduler"]
     schedule["total_steps"] = schedule["total_steps"] or job_config.training.steps
     sections["model"] = {

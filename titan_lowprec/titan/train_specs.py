@@ -5,6 +5,7 @@ from torchtitan.components.optimizer import build_optimizers
 from torchtitan.protocols.train_spec import TrainSpec
 
 from titan_lowprec.titan.dataloader import build_dataloader
+from titan_lowprec.titan.dflash.spec import DFLASH
 from titan_lowprec.titan.llama3.args import FLAVORS
 from titan_lowprec.titan.llama3.model import LowprecLlama
 from titan_lowprec.titan.llama3.state_dict import LowprecLlamaStateDictAdapter
@@ -27,5 +28,6 @@ TRAIN_SPECS = {
         build_validator_fn=build_validator,
         build_metrics_processor_fn=build_metrics_processor,
         state_dict_adapter=LowprecLlamaStateDictAdapter,
-    )
+    ),
+    "dflash": DFLASH,
 }

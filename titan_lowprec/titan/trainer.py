@@ -25,7 +25,7 @@ from torchtitan.train import Trainer
 from titan_lowprec.data.loader import PackedLoader
 from titan_lowprec.titan.check_config import check_config
 from titan_lowprec.titan.counts import StepCounts, reduce_counts
-from titan_lowprec.titan.loss import loss_sum_of_batch
+from titan_lowprec.titan.loss import loss_sum_of_batch, step_denominator
 from titan_lowprec.titan.merged_config import MergedJobConfig
 from titan_lowprec.titan.metrics import LowprecMetricsProcessor, StepRecord
 from titan_lowprec.titan.resume import check_resume, run_identity, save_identity
@@ -62,6 +62,7 @@ class LowprecTrainer(_Stock):
         self.stop_requested = False
         self.saved_step = -1
         super().__init__(job_config)
+        self.metrics_processor.attach_loss(self.loss_fn)
         self.maybe_enable_amp = contextlib.nullcontext()  # FSDP2 casts on every mesh
         self.identity = run_identity(job_config, global_batch_size=self._global_batch_size())
         if dist.get_rank() == 0:
@@ -127,9 +128,7 @@ class LowprecTrainer(_Stock):
         self.data_wait_s = 0.0
         microbatches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
         counts = self._global_counts(microbatches)
-        denominator = torch.tensor(
-            float(max(counts.valid_tokens, 1)), device=self.device, dtype=torch.float32
-        )
+        denominator = step_denominator(self.loss_fn, microbatches, counts.valid_tokens, self.device)
         losses = []
         for inputs, labels in microbatches:
             on_device = {k: v.to(self.device, non_blocking=True) for k, v in inputs.items()}

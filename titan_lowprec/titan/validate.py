@@ -14,6 +14,7 @@ from titan_lowprec.data.bundled import resolve_path
 from titan_lowprec.ops.attention.api import resolve_impl
 from titan_lowprec.titan.check_config import check_config
 from titan_lowprec.titan.config_rules import impl_on_hopper
+from titan_lowprec.titan.dflash.report import draft_rows
 from titan_lowprec.titan.estimate import memory_estimate, model_size, rows_per_step
 from titan_lowprec.titan.merged_config import MergedJobConfig
 from titan_lowprec.titan.specs import attention_spec
@@ -99,9 +100,13 @@ def describe(config: MergedJobConfig, *, world_size: int) -> list[tuple[str, str
         ConfigError: The configuration cannot work on CUDA devices.
     """
     check_config(config, device_type="cuda", world_size=world_size)
+    if config.model.name == "dflash":
+        rows = rows_per_step(config, world_size=world_size)
+        model_rows = draft_rows(config, world_size=world_size, rows=rows)
+    else:
+        model_rows = [*size_rows(config, world_size), *memory_rows(config, world_size)]
     return [
-        *size_rows(config, world_size),
-        *memory_rows(config, world_size),
+        *model_rows,
         ("learning rate", schedule_text(config)),
         ("data", data_text(config, config.data.paths)),
         *validation_rows(config),

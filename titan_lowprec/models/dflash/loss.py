@@ -4,15 +4,20 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from titan_lowprec.models.dflash.blocks import IGNORE_INDEX, Blocks
 from titan_lowprec.models.dflash.tables import FrozenTables
-from titan_lowprec.ops.cross_entropy.api import Impl as HeadImpl
 from titan_lowprec.ops.cross_entropy.api import linear_cross_entropy
-from titan_lowprec.shapes import Bool, Float, Float32, Tensor
+from titan_lowprec.shapes import Bool, Float, Float32, Int64, Tensor
 
 Objective = Literal["decay", "dpace"]
 """``decay``: the paper's exponential decay. ``dpace``: weights from the draft's own confidence."""
+
+DraftHead = Literal["reference", "triton", "logits_bf16"]
+"""Implementations of `linear_cross_entropy`, or the bf16 log-softmax that other trainers store
+(an ablation)."""
 
 DPACE_SMOOTHING = 0.5
 """D-PACE's floor under the chance that a token is accepted."""
@@ -72,7 +77,7 @@ def draft_loss(
     *,
     objective: Objective,
     chunk_rows: int,
-    impl: HeadImpl,
+    impl: DraftHead,
 ) -> DraftLoss:
     """Sum the weighted cross-entropy of all blocks without keeping the logits.
 
@@ -88,8 +93,9 @@ def draft_loss(
         impl: Implementation of the head.
 
     Numerics:
-        As `linear_cross_entropy`. D-PACE runs the head once more, without gradients, because its
-        weights must be known before the one rounding of the gradient.
+        As `linear_cross_entropy`, or `bf16_cross_entropy`. D-PACE runs the head once more,
+        without gradients, because its weights must be known before the one rounding of the
+        gradient.
     """
     check_objective(objective)
     hidden_NE = hidden_BTE.flatten(0, 1)
@@ -97,6 +103,11 @@ def draft_loss(
         hidden_NE = hidden_NE * tables.output_multiplier
 
     def head(weight_N: Tensor | None) -> tuple[Tensor, Tensor]:
+        if impl == "logits_bf16":
+            loss_sum, per_token_N = bf16_cross_entropy(
+                hidden_NE, blocks.label_BT.flatten(), weight_N, tables, chunk_rows=chunk_rows
+            )
+            return loss_sum, per_token_N.view(blocks.label_BT.shape)
         loss_sum, per_token_N, _ = linear_cross_entropy(
             hidden_NE,
             tables.head_VE,
@@ -118,6 +129,38 @@ def draft_loss(
         weight_BT = dpace_weights(probability_BAP, blocks.valid_BAP).flatten(1)
     loss_sum, per_token_BT = head(weight_BT.flatten())
     return DraftLoss(loss_sum, weight_BT, per_token_BT)
+
+
+def bf16_cross_entropy(
+    hidden_NE: Float[Tensor, "N E"],
+    label_N: Int64[Tensor, " N"],
+    weight_N: Float32[Tensor, " N"] | None,
+    tables: FrozenTables,
+    *,
+    chunk_rows: int,
+) -> tuple[Float32[Tensor, ""], Float32[Tensor, " N"]]:
+    """Sum the cross-entropy of bf16 logits whose log-softmax and loss are stored in bf16.
+
+    What training without fp32 reductions computes, for comparison with it. Logits of
+    ``chunk_rows`` rows exist at once; the backward pass forms them again.
+
+    Returns:
+        Sum over weighted rows, and the weighted loss of each row, detached.
+    """
+    head_VE = tables.head_VE.bfloat16()
+
+    def rows(hidden: Tensor, label: Tensor) -> Tensor:
+        logits = hidden.bfloat16() @ head_VE.T
+        if tables.softcap is not None:
+            logits = tables.softcap * torch.tanh(logits / tables.softcap)
+        return F.cross_entropy(logits, label, ignore_index=IGNORE_INDEX, reduction="none")
+
+    chunks = zip(hidden_NE.split(chunk_rows), label_N.split(chunk_rows), strict=True)
+    per_token = [checkpoint(rows, h, label, use_reentrant=False) for h, label in chunks]
+    per_token_N = torch.cat(per_token).float()
+    if weight_N is not None:
+        per_token_N = per_token_N * weight_N
+    return per_token_N.sum(), per_token_N.detach()
 
 
 def mean_loss(

@@ -1,0 +1,1 @@
+"""TorchTitan's train spec ``dflash``: draft models trained on a frozen target's hidden states."""

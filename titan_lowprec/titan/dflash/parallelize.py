@@ -1,0 +1,55 @@
+"""Activation checkpointing and sharding of the draft."""
+
+import torch.nn as nn
+import torchtitan.distributed.activation_checkpoint as stock_ac
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.llama3.infra.parallelize import (
+    _op_sac_save_list,
+    disable_fsdp_gradient_division,
+)
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_type
+
+from titan_lowprec.titan.conversion import check_conversion
+from titan_lowprec.titan.merged_config import MergedJobConfig
+from titan_lowprec.titan.parallelize import data_parallel_mesh
+
+
+def parallelize_draft(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: MergedJobConfig
+) -> nn.Module:
+    """Wrap the draft in FSDP2 on every mesh, one process included, layer by layer."""
+    check_conversion(model, job_config)
+    if job_config.activation_checkpoint.mode != "none":
+        stock_ac._layer_sac_count = 0  # process-global upstream
+        stock_ac.apply_ac(
+            model,
+            job_config.activation_checkpoint,
+            model_compile_enabled=False,
+            op_sac_save_list=_op_sac_save_list,
+            base_folder=job_config.job.dump_folder,
+        )
+    training = job_config.training
+    options = {
+        "mesh": data_parallel_mesh(parallel_dims),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+            reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+        ),
+    }
+    reshard = job_config.parallelism.fsdp_reshard_after_forward != "never"
+    for layer in model.get_submodule("layers").children():
+        fully_shard(layer, reshard_after_forward=reshard, **options)
+    fully_shard(model, reshard_after_forward=reshard, **options)
+    disable_fsdp_gradient_division(model)
+    if device_type == "cpu":
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    logger.info(
+        f"Applied FSDP2 to the draft: {parallel_dims.dp_replicate} replicas of "
+        f"{parallel_dims.dp_shard} shards"
+    )
+    return model
