@@ -14,10 +14,19 @@ from titan_lowprec.experiments.run_state import (
     failure_reason,
     is_locked,
     last_step,
+    metrics_size,
     read_state,
     take_lock,
 )
-from titan_lowprec.experiments.runner import cpu_slots, device_slots, to_do, train_command
+from titan_lowprec.experiments.runner import (
+    Active,
+    Slot,
+    Sweep,
+    cpu_slots,
+    device_slots,
+    to_do,
+    train_command,
+)
 
 
 def statuses(runs):
@@ -74,9 +83,10 @@ def test_stop_interrupts_runs_and_the_next_start_resumes_them(workshop):
 
     watcher = threading.Thread(target=when_it_hangs)
     watcher.start()
-    good, _ = workshop.sweep(runs, stop=stop, behaviour={"recipe=bf16": "hang"})
+    good, shown = workshop.sweep(runs, stop=stop, behaviour={"recipe=bf16": "hang"})
     watcher.join()
     assert not good
+    assert shown[-1] == ("0/4 runs finished; running: none; stopped, the same command continues")
     assert statuses(runs) == ["interrupted", "new", "new", "new"]
     assert workshop.sweep(to_do(runs, retry_failed=False))[0]
     assert statuses(runs) == ["finished"] * 4
@@ -114,6 +124,24 @@ def test_time_left_comes_from_the_pace_of_the_sweep(workshop):
     _, shown = workshop.sweep(runs[:2])
     after_one = next(line for line in shown if line.startswith("1/2"))
     assert "time left: 0:00:0" in after_one  # five steps took well under ten seconds
+
+
+def test_steps_that_a_resumed_run_repeats_count_for_the_pace(workshop, monkeypatch):
+    """Four steps of five were recorded, the checkpoint is of step 2; 3 and 4 were done again."""
+    runs = workshop.saved()[:2]
+    workshop.record(runs[0], [1.0] * 4, status="interrupted")
+    sweep = Sweep([runs[1]], [], processes=1, name="sweep")
+    active = Active(runs[0], Slot("CPU 0", {}), None, 0.0, metrics_size(runs[0].folder))
+    sweep.active.append(active)
+    sweep.begun = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: 120.0)
+    assert sweep.time_left() == "unknown"
+    with (runs[0].folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "resume", "step": 2}\n')
+        file.write("".join(f'{{"kind": "train", "step": {step}}}\n' for step in (3, 4)))
+        file.write('{"kind": "train", "st')
+    assert active.steps_done == 2
+    assert sweep.time_left() == "0:01:00"  # 10 s a step, one here and five there
 
 
 def test_all_arms_of_a_seed_come_before_the_next_seed(workshop):

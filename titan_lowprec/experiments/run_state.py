@@ -148,6 +148,26 @@ def last_step(folder: Path) -> int:
     return 0
 
 
+def metrics_size(folder: Path) -> int:
+    """Bytes of ``metrics.jsonl``, 0 without one."""
+    path = folder / METRICS_FILE
+    return path.stat().st_size if path.is_file() else 0
+
+
+def steps_since(folder: Path, size: int) -> int:
+    """Training steps written since ``metrics.jsonl`` had a size.
+
+    An attempt that goes on from a checkpoint repeats steps, so the number of the newest step does
+    not say how much was done.
+    """
+    if metrics_size(folder) <= size:
+        return 0
+    with (folder / METRICS_FILE).open("rb") as file:
+        file.seek(size)
+        *whole, _ = file.read().split(b"\n")
+    return sum(line.startswith(b'{"kind": "train"') for line in whole)
+
+
 def failure_reason(folder: Path) -> str:
     """The last line of the log that looks like an error, else its last line."""
     path = folder / LOG_FILE

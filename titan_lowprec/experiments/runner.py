@@ -19,7 +19,9 @@ from titan_lowprec.experiments.run_state import (
     State,
     failure_reason,
     last_step,
+    metrics_size,
     read_state,
+    steps_since,
     take_lock,
     write_state,
 )
@@ -47,7 +49,13 @@ class Active:
     slot: Slot
     process: subprocess.Popen[bytes]
     begun: float
-    first_step: int
+    earlier_bytes: int
+    """Of ``metrics.jsonl`` when this attempt began."""
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of this attempt, repeated ones included."""
+        return steps_since(self.run.folder, self.earlier_bytes)
 
 
 def train_command(recipe: Path, processes: int) -> list[str]:
@@ -125,6 +133,7 @@ class Sweep:
         self.done = 0
         self.begun = time.monotonic()
         self.steps_done = 0
+        self.stopped = False
 
     def run(
         self,
@@ -150,6 +159,7 @@ class Sweep:
             while self.waiting and self.free and not stop.is_set():
                 self._start(self.waiting.popleft())
             if stop.is_set():
+                self.stopped = True
                 self._stop(grace_s)
             changed = self._collect(stopping=stop.is_set())
             if changed or time.monotonic() - shown >= show_s:
@@ -167,17 +177,18 @@ class Sweep:
             for active in self.active
         )
         failed = f", {len(self.failed)} failed" if self.failed else ""
+        rest = f"time left: {self.time_left()}"
+        if self.stopped:
+            rest = "stopped, the same command continues"
         return (
-            f"{self.done}/{self.total} runs finished{failed}; running: {running or 'none'}; "
-            f"time left: {self.time_left()}"
+            f"{self.done}/{self.total} runs finished{failed}; running: {running or 'none'}; {rest}"
         )
 
     def time_left(self) -> str:
         """From the pace of all steps since the sweep was started."""
-        under_way = [(last_step(item.run.folder), item) for item in self.active]
-        done = self.steps_done + sum(max(0, step - item.first_step) for step, item in under_way)
-        left = sum(max(0, item.run.steps - step) for step, item in under_way)
-        left += sum(max(0, run.steps - last_step(run.folder)) for run in self.waiting)
+        done = self.steps_done + sum(item.steps_done for item in self.active)
+        runs = [*(item.run for item in self.active), *self.waiting]
+        left = sum(max(0, run.steps - last_step(run.folder)) for run in runs)
         if left == 0:
             return "0:00:00"
         if done == 0:
@@ -191,7 +202,7 @@ class Sweep:
             self.total -= 1
             return
         recipe = run.folder / RECIPE_FILE
-        earlier = read_state(run)
+        earlier, reached, size = read_state(run), last_step(run.folder), metrics_size(run.folder)
         slot = self.free.pop(0)
         write_state(run, replace(earlier, status="running", attempts=earlier.attempts + 1))
         environment = {
@@ -210,9 +221,9 @@ class Sweep:
                 start_new_session=True,  # Ctrl-C reaches this process alone, which tells the runs
             )
         os.close(lock)
-        first = last_step(run.folder)
-        self.active.append(Active(run, slot, process, time.monotonic(), first))
-        self.show(f"{run.name}: {f'continues, had reached step {first}' if first else 'started'}")
+        self.active.append(Active(run, slot, process, time.monotonic(), size))
+        how = f"continues, had reached step {reached}" if reached else "started"
+        self.show(f"{run.name}: {how}")
 
     def _stop(self, grace_s: float) -> None:
         """End all runs, politely first."""
@@ -239,7 +250,7 @@ class Sweep:
     def _note(self, active: Active, *, stopping: bool) -> None:
         run, status = active.run, active.process.returncode
         step = last_step(run.folder)
-        self.steps_done += max(0, step - active.first_step)
+        self.steps_done += active.steps_done
         state = replace(
             read_state_of(run),
             exit_status=status,
