@@ -6,13 +6,9 @@ get the same log-sum-exp and loss in every bit. The gradient of the rows is summ
 """
 
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
-    _resolve_process_group,  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-)
 
 from titan_lowprec.shapes import Float, Tensor
 
@@ -112,13 +108,9 @@ def combine(part: PartialRows, shard: VocabularyShard | None) -> WholeRows:
         ``sum`` is rescaled to the largest shift and added up in the order of ranks, everywhere
         alike: results are equal on all processes, and with one process equal to ``logsumexp``.
     """
-    stacked_3C = torch.stack((part.shift_C, part.sum_C, part.target_C))
-    if shard is None:
-        gathered_R3C = stacked_3C[None]
-    else:
-        gathered_R3C = stacked_3C.new_empty((shard.ranks, *stacked_3C.shape))
-        dist.all_gather_into_tensor(gathered_R3C.flatten(0, 1), stacked_3C, group=_group(shard))
-    shift_RC, sum_RC, target_RC = gathered_R3C.unbind(1)
+    mine_3C = torch.stack((part.shift_C, part.sum_C, part.target_C))
+    all_R3C = mine_3C[None] if shard is None else _gather(mine_3C, shard)
+    shift_RC, sum_RC, target_RC = all_R3C.unbind(1)
     shift_C = finite_shift(shift_RC.amax(0))
     total_C = (sum_RC * torch.exp(shift_RC - shift_C)).sum(0)
     return WholeRows(torch.log(total_C) + shift_C, target_RC.sum(0))
@@ -129,11 +121,14 @@ def finite_shift(shift_C: Float[Tensor, " C"]) -> Float[Tensor, " C"]:
     return shift_C.masked_fill(shift_C.isinf(), 0.0)
 
 
+def _gather(x_MK: Float[Tensor, "M K"], shard: VocabularyShard) -> Float[Tensor, "R M K"]:
+    functional = torch.ops._c10d_functional
+    gathered = functional.all_gather_into_tensor(x_MK, shard.ranks, shard.group)
+    return functional.wait_tensor(gathered).view(shard.ranks, *x_MK.shape)
+
+
 def sum_over_ranks(x_NE: Float[Tensor, "N E"], shard: VocabularyShard | None) -> None:
     """Add up the processes' values in place, in their own dtype."""
     if shard is not None and x_NE.numel() > 0:
-        dist.all_reduce(x_NE, group=_group(shard))
-
-
-def _group(shard: VocabularyShard) -> dist.ProcessGroup:
-    return _resolve_process_group(cast(Any, shard.group))  # a NewType of str from torch 2.13 on
+        functional = torch.ops._c10d_functional
+        functional.wait_tensor(functional.all_reduce_(x_NE, "sum", shard.group))

@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torchtitan.models.llama3.model.model import (
     Attention,
     Transformer,
@@ -15,7 +15,7 @@ from torchtitan.models.llama3.model.model import (
 from titan_lowprec.ops.attention.api import Impl as AttentionImpl
 from titan_lowprec.ops.attention.api import attention_packed
 from titan_lowprec.ops.attention.spec import AttentionSpec
-from titan_lowprec.ops.cross_entropy.api import linear_cross_entropy
+from titan_lowprec.ops.cross_entropy.api import VocabularyShard, linear_cross_entropy
 from titan_lowprec.shapes import Float, Int, Int32, Tensor
 from titan_lowprec.titan.llama3.args import LowprecLlamaArgs
 
@@ -59,7 +59,8 @@ class LowprecHead(nn.Linear):
     """Output projection that can return the summed cross-entropy instead of logits.
 
     With labels, logits exist in chunks only. Called through the module, so that FSDP gathers the
-    weight once for it.
+    weight once for it. Under tensor parallelism each rank holds, and keeps, a part of the
+    vocabulary; labels are a keyword there, as TorchTitan's hooks pass on one positional argument.
     """
 
     def __init__(self, model_args: LowprecLlamaArgs) -> None:
@@ -67,14 +68,34 @@ class LowprecHead(nn.Linear):
         self.model_args = model_args
 
     def forward(
-        self, x: Float[Tensor, "B T E"], labels: Int[Tensor, "B T"] | None = None
+        self, x: Float[Tensor, "B T E"], *, labels: Int[Tensor, "B T"] | None = None
     ) -> Tensor:
         if labels is None:
             return super().forward(x)
+        if not isinstance(x, DTensor):
+            return self._loss_sum(x, self.weight, labels, None)
+        # TorchTitan's hooks made x whole on every rank and expect a DTensor back. The op's
+        # gradient of x is the sum over ranks already, hence Replicate: no second reduction.
+        weight, mesh = cast(DTensor, self.weight), x.device_mesh
+        loss_sum = self._loss_sum(
+            x.to_local(grad_placements=(Replicate(),)),
+            weight.to_local(),
+            labels,
+            VocabularyShard.of_group(weight.shape[0], mesh.get_group()),
+        )
+        return DTensor.from_local(loss_sum, mesh, (Replicate(),), run_check=False)
+
+    def _loss_sum(
+        self,
+        x: Float[Tensor, "B T E"],
+        weight_VE: Float[Tensor, "V E"],
+        labels: Int[Tensor, "B T"],
+        shard: VocabularyShard | None,
+    ) -> Tensor:
         args = self.model_args
         loss_sum, _, _ = linear_cross_entropy(
             x.flatten(0, 1),
-            self.weight.to(x.dtype),
+            weight_VE.to(x.dtype),
             labels.flatten(),
             ignore_index=-100,
             chunk_rows=args.loss_chunk_rows,
@@ -82,6 +103,7 @@ class LowprecHead(nn.Linear):
             softcap=args.loss_softcap or None,
             token_weight_N=None,
             impl=args.loss_head_impl,
+            shard=shard,
         )
         return loss_sum
 
@@ -149,7 +171,7 @@ class LowprecLlama(Transformer):
         for layer in self.layers.values():
             h = layer(h, self.freqs_cis, attention_masks=cu_seqlens, positions=positions)
         h = self.norm(h)
-        return self.output(h) if labels is None else self.output(h, labels)
+        return self.output(h) if labels is None else self.output(h, labels=labels)
 
 
 def canonical_name(name: str) -> str:
