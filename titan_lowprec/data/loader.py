@@ -87,7 +87,16 @@ class PackedLoader:
         self.dropped_rows = 0
         self._pin_memory = pin_memory
         self._prefetch = prefetch
-        self._pool = ThreadPoolExecutor(num_workers, "loader") if num_workers else None
+        self._pool = None
+        if num_workers:
+            # a thread's device is 0 until it is set, and pinning would open a context there
+            device = (torch.cuda.current_device(),) if pin_memory else None
+            self._pool = ThreadPoolExecutor(
+                num_workers,
+                "loader",
+                initializer=torch.cuda.set_device if device else None,
+                initargs=device or (),
+            )
         self._restart(Cursor())
 
     def _restart(self, cursor: Cursor) -> None:

@@ -86,6 +86,7 @@ RANGES = {
     "dflash.mask_id": Range(least=-1),
     "dflash.acceptance_freq": POSITIVE,
     "training.max_skipped_steps": POSITIVE,
+    "graph.max_documents": NOT_NEGATIVE,
     "training.steps": POSITIVE,
     "training.seq_len": Range(least=2),
     "training.local_batch_size": POSITIVE,

@@ -4,6 +4,7 @@ from dataclasses import astuple, dataclass, fields
 
 import torch
 import torch.distributed as dist
+from torchtitan.distributed import ParallelDims
 
 from titan_lowprec.data.fingerprint import fingerprint_rows
 from titan_lowprec.titan.loss import IGNORE_INDEX
@@ -55,10 +56,17 @@ def signed_64(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
-def reduce_counts(
+def reads_rows_first(parallel_dims: ParallelDims) -> bool:
+    """Whether this rank counts for its rows: tensor-parallel ranks hold the same."""
+    return parallel_dims.non_data_parallel_size == 1 or (
+        parallel_dims.tp_enabled and parallel_dims.get_mesh("tp").get_local_rank() == 0
+    )
+
+
+def sum_over_ranks(
     counts: StepCounts, *, stop: bool, contributes: bool, device: torch.device
-) -> tuple[StepCounts, bool]:
-    """Sum counts over all ranks in one collective.
+) -> torch.Tensor:
+    """Sum counts over all ranks in one collective that the host does not wait for.
 
     Args:
         counts: This rank's.
@@ -67,12 +75,28 @@ def reduce_counts(
         device: Where the process group reduces.
 
     Returns:
-        The sums, and whether any rank wants to stop.
+        int64 sums for ``read_sums``: on the host for one process, else on ``device``.
     """
-    if dist.get_world_size() == 1:
-        return counts, stop
     values = astuple(counts) if contributes else (0,) * len(fields(counts))
-    vector = torch.tensor([*values, int(stop)], dtype=torch.int64, device=device)
+    vector = torch.tensor([*values, int(stop)], dtype=torch.int64)
+    if dist.get_world_size() == 1:
+        return vector
+    if device.type == "cuda":
+        vector = vector.pin_memory()
+    vector = vector.to(device, non_blocking=True)
     dist.all_reduce(vector)
-    *totals, stops = vector.tolist()
+    return vector
+
+
+def loss_denominator(sums: torch.Tensor, *, device: torch.device) -> torch.Tensor:
+    """The step's valid tokens, at least 1, as a fp32 scalar on the device."""
+    index = [field.name for field in fields(StepCounts)].index("valid_tokens")
+    if sums.device == device:
+        return sums[index].clamp(min=1).to(torch.float32)
+    return torch.full((), float(max(int(sums[index]), 1)), device=device, dtype=torch.float32)
+
+
+def read_sums(sums: torch.Tensor) -> tuple[StepCounts, bool]:
+    """The counts, and whether any rank wants to stop; ``sums`` on the host."""
+    *totals, stops = sums.tolist()
     return StepCounts(*totals), stops > 0

@@ -171,6 +171,23 @@ class Training:
 
 
 @dataclass
+class Graph:
+    """``[graph]``: forward and backward of a microbatch as one CUDA graph (``titan/graph.py``)."""
+
+    enable: bool = False
+    """Capture after two eager optimizer steps, then replay. What cannot be captured is refused at
+    start (``titan/graph_rules.py``)."""
+
+    max_documents: int = 0
+    """Documents of a row that the graph has room for, at most ``data.max_documents``; 0 is that.
+    Room that no row uses costs idle thread blocks in every attention kernel."""
+
+    over_capacity: Literal["eager", "error"] = "eager"
+    """A microbatch with more documents in a row runs eagerly and is counted
+    (``graph_over_capacity``), or ends the run. It is never cut."""
+
+
+@dataclass
 class Checkpoint:
     allow_changed_config: bool = False
     """Resume although the recipe, scales, data or model differ from the checkpoint's."""
@@ -199,5 +216,6 @@ class JobConfig:
     data: Data = field(default_factory=Data)
     dflash: DFlash = field(default_factory=DFlash)
     training: Training = field(default_factory=Training)
+    graph: Graph = field(default_factory=Graph)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)

@@ -33,12 +33,12 @@ class BatchLoss(ABC):
 
 
 def step_denominator(
-    loss_fn: LossFunction, microbatches: list[Batch], valid_tokens: int, device: torch.device
+    loss_fn: LossFunction, microbatches: list[Batch], valid_tokens: Float[Tensor, ""]
 ) -> Tensor:
     """What divides a step's summed loss on every rank: its valid tokens, or the loss's own."""
     if isinstance(loss_fn, BatchLoss):
-        return loss_fn.step_denominator(microbatches, device)
-    return torch.tensor(float(max(valid_tokens, 1)), device=device, dtype=torch.float32)
+        return loss_fn.step_denominator(microbatches, valid_tokens.device)
+    return valid_tokens
 
 
 def build_loss(job_config: MergedJobConfig, **kwargs: Any) -> LossFunction:

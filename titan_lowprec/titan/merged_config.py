@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         data: ours.Data
         dflash: ours.DFlash
         training: Training
+        graph: ours.Graph
         checkpoint: Checkpoint
         metrics: Metrics
 else:

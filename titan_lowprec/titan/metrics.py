@@ -1,14 +1,13 @@
 """Metrics of a run: ``metrics.jsonl`` every step; console, TensorBoard and wandb at log steps."""
 
 import datetime
-import re
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.metrics import DeviceMemStats, MetricsProcessor
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import BaseModelArgs
 from torchtitan.tools import utils
@@ -19,44 +18,10 @@ from titan_lowprec.titan.health import HealthProbe
 from titan_lowprec.titan.memory_monitor import build_memory_monitor
 from titan_lowprec.titan.merged_config import MergedJobConfig
 from titan_lowprec.titan.metrics_file import MetricsFile, read_metrics
+from titan_lowprec.titan.step_record import StepRecord
 from titan_lowprec.titan.trackers import Tracker, build_trackers
 
 __all__ = ["LowprecMetricsProcessor", "StepRecord", "build_metrics_processor", "read_metrics"]
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One optimizer step, summed over all ranks and microbatches."""
-
-    step: int
-    loss: float
-    """Mean over the step's valid tokens."""
-    grad_norm: float
-    """Norm before clipping."""
-    lr: float
-    tokens_seen: int
-    """Tokens of all rows read since the run began, padding included."""
-    valid_tokens_seen: int
-    """Tokens with a label since the run began."""
-    valid_tokens: int
-    rows: int
-    documents: int
-    padding_tokens: int
-    attention_pairs: int
-    """Visible (query, key) pairs of one layer."""
-    skipped_steps: int
-    """Optimizer steps skipped so far because loss or gradients were not finite."""
-    fingerprint: str
-    """Sum of the batch's row hashes modulo 2^64, 16 hexadecimal digits."""
-    data_wait_s: float
-    """Time that rank 0 waited for the loader."""
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[0-9a-f]{16}", self.fingerprint):
-            raise ValueError(
-                "StepRecord: fingerprint must be 16 lower-case hexadecimal digits, got "
-                f'{self.fingerprint!r}; format the 64-bit sum with f"{{value:016x}}"'
-            )
 
 
 class LowprecMetricsProcessor(MetricsProcessor):
@@ -84,6 +49,7 @@ class LowprecMetricsProcessor(MetricsProcessor):
         self.model_parts = None
         self.health = HealthProbe(self, every=job_config.metrics.health_every)
         self._matmul_parameters = 0
+        self._memory = self.device_memory_monitor.get_peak_stats()
         self._first: tuple[int, float] | None = None
         self._begun = time.perf_counter()
         self._file: MetricsFile | None = None
@@ -115,14 +81,31 @@ class LowprecMetricsProcessor(MetricsProcessor):
             self._file.resume_at(step)
         self.begin_step()
 
-    def log_step(self, record: StepRecord) -> None:
+    def take_memory(self) -> DeviceMemStats:
+        """Peak memory since the last call; taken when a step is queued, before it is logged."""
+        self._memory = self.device_memory_monitor.get_peak_stats()
+        self.device_memory_monitor.reset_peak_stats()
+        return self._memory
+
+    def log_step(
+        self,
+        record: StepRecord,
+        *,
+        memory: DeviceMemStats | None = None,
+        step_time_s: float | None = None,
+    ) -> None:
         """Log one optimizer step. Every rank calls it at every step; rank 0 writes.
 
         Args:
             record: The step's figures; rank 0's are written.
+            memory: From ``take_memory``; ``None`` takes it now.
+            step_time_s: The device's time for the step; ``None`` is the host's since
+                ``begin_step`` or the last record.
         """
         now = time.perf_counter()
-        step_time_s = now - self._begun
+        if step_time_s is None:
+            step_time_s = now - self._begun
+        self._memory = self.take_memory() if memory is None else memory
         health = self.health.take(record.step)
         if self._first is None:
             self._first = (record.step, now)
@@ -134,7 +117,6 @@ class LowprecMetricsProcessor(MetricsProcessor):
                 health |= self._scalars(record, line)
             if health:
                 self._mirror(health, record.step)
-        self.device_memory_monitor.reset_peak_stats()
         self.ntokens_since_last_log = 0
         self.data_loading_times.clear()
         self.begin_step()
@@ -187,7 +169,7 @@ class LowprecMetricsProcessor(MetricsProcessor):
 
     def _train_line(self, record: StepRecord, step_time_s: float) -> dict[str, Any]:
         """The line of ``metrics.jsonl``."""
-        memory = self.device_memory_monitor.get_peak_stats()
+        memory = self._memory
         flops_per_s = self._step_flops(record) / step_time_s
         mfu = None
         if self.peak is not None:
@@ -226,7 +208,7 @@ class LowprecMetricsProcessor(MetricsProcessor):
 
     def _scalars(self, record: StepRecord, line: dict[str, Any]) -> dict[str, float]:
         """TorchTitan's names where it has one, for dashboards made for it."""
-        memory = self.device_memory_monitor.get_peak_stats()
+        memory = self._memory
         tokens = record.rows * self.job_config.training.seq_len
         step_time_s = line["step_time_s"]
         scalars = {
@@ -250,6 +232,8 @@ class LowprecMetricsProcessor(MetricsProcessor):
             "data/documents_per_row": line["documents_per_row"],
             "data/padding_fraction": line["padding_fraction"],
             "skipped_steps": record.skipped_steps,
+            "graph/replays": record.graph_replays,
+            "graph/over_capacity": record.graph_over_capacity,
         }
         if line["mfu"] is not None:
             scalars["mfu(%)"] = 100 * line["mfu"]

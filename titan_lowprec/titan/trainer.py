@@ -10,7 +10,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,12 +23,28 @@ from torchtitan.train import Trainer
 
 from titan_lowprec.data.loader import PackedLoader
 from titan_lowprec.titan.check_config import check_config
-from titan_lowprec.titan.counts import StepCounts, reduce_counts
-from titan_lowprec.titan.loss import loss_sum_of_batch, step_denominator
+from titan_lowprec.titan.counts import (
+    StepCounts,
+    loss_denominator,
+    reads_rows_first,
+    sum_over_ranks,
+)
+from titan_lowprec.titan.graph_options import build_microbatch, hooks_are_due
+from titan_lowprec.titan.loss import BatchLoss, loss_sum_of_batch, step_denominator
 from titan_lowprec.titan.merged_config import MergedJobConfig
-from titan_lowprec.titan.metrics import LowprecMetricsProcessor, StepRecord
+from titan_lowprec.titan.metrics import LowprecMetricsProcessor
+from titan_lowprec.titan.outcome import (
+    Outcome,
+    Outcomes,
+    SkippedSteps,
+    is_finite,
+    loss_over_ranks,
+    step_if_finite,
+)
 from titan_lowprec.titan.resume import check_resume, run_identity, save_identity
 from titan_lowprec.titan.run_record import save_run_record
+from titan_lowprec.titan.step_record import StepNote, StepRecord
+from titan_lowprec.titan.timeouts import shorten_timeouts
 
 SIGTERM_STATUS = 128 + signal.SIGTERM
 _Stock = Trainer if TYPE_CHECKING else object
@@ -38,10 +53,6 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 class DataExhausted(RuntimeError):
     """The data ended before ``training.steps`` and ``data.repeat`` is off."""
-
-
-class NonFiniteRun(RuntimeError):
-    """Too many optimizer steps in a row had a non-finite loss or gradient."""
 
 
 class LowprecTrainer(_Stock):
@@ -56,13 +67,17 @@ class LowprecTrainer(_Stock):
         check_config(job_config, device_type=device_type, world_size=world_size)
         if device_type == "cpu":
             job_config.comm.trace_buf_size = 0  # the flight recorder belongs to NCCL
-        self.skipped_steps = 0
-        self.skipped_in_a_row = 0
+        self.skips = SkippedSteps(job_config.training.max_skipped_steps)
         self.valid_tokens_seen = 0
-        self.stop_requested = False
+        self.stop_wanted = False  # this process got a signal
+        self.stop_requested = False  # every process knows that one of them did
         self.saved_step = -1
         super().__init__(job_config)
         self.metrics_processor.attach_loss(self.loss_fn)
+        # such a loss hands its own figures to the metrics, a step at a time
+        at_once = isinstance(self.loss_fn, BatchLoss)
+        self.outcomes = Outcomes(self.device, self._read, at_once=at_once)
+        self.microbatch = build_microbatch(self)
         self.maybe_enable_amp = contextlib.nullcontext()  # FSDP2 casts on every mesh
         self.identity = run_identity(job_config, global_batch_size=self._global_batch_size())
         if dist.get_rank() == 0:
@@ -82,13 +97,13 @@ class LowprecTrainer(_Stock):
         return {
             **super().state_dict(),
             "valid_tokens_seen": self.valid_tokens_seen,
-            "skipped_steps": self.skipped_steps,
+            "skipped_steps": self.skips.total,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.valid_tokens_seen = state_dict["valid_tokens_seen"]
-        self.skipped_steps = state_dict["skipped_steps"]
+        self.skips.total = state_dict["skipped_steps"]
 
     # ---- one step -------------------------------------------------------------------------
 
@@ -121,85 +136,64 @@ class LowprecTrainer(_Stock):
         return loss.detach()
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """One optimizer step, or its cancellation if gradients are not finite."""
-        self.metrics_processor.begin_step()
-        self.optimizers.zero_grad()
+        """Queue one optimizer step, or its cancellation if it is not finite; the host reads later.
+
+        Nothing here waits for the device, save for an optimizer that is not fused.
+        """
+        if not self.outcomes:
+            self.metrics_processor.begin_step()
+        self.outcomes.begin_step()
+        self.optimizers.zero_grad(set_to_none=not self.microbatch.keeps_gradients)
         lr = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
         self.data_wait_s = 0.0
         microbatches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
-        counts = self._global_counts(microbatches)
-        denominator = step_denominator(self.loss_fn, microbatches, counts.valid_tokens, self.device)
-        losses = []
-        for inputs, labels in microbatches:
-            on_device = {k: v.to(self.device, non_blocking=True) for k, v in inputs.items()}
-            losses.append(
-                self.forward_backward_step(
-                    input_dict=on_device,
-                    labels=labels.to(self.device, non_blocking=True),
-                    global_valid_tokens=denominator,
-                )
-            )
+        sums = sum_over_ranks(
+            StepCounts.of(microbatches),
+            stop=self.stop_wanted,
+            contributes=reads_rows_first(self.parallel_dims),
+            device=self.device,
+        )
+        denominator = step_denominator(
+            self.loss_fn, microbatches, loss_denominator(sums, device=self.device)
+        )
+        losses = [
+            self.microbatch(inputs, labels, denominator, eager=hooks_are_due(self))
+            for inputs, labels in microbatches
+        ]
         grad_norm = dist_utils.clip_grad_norm_(
             [p for part in self.model_parts for p in part.parameters()],
             self.job_config.training.max_norm,
             foreach=True,
         )
-        loss = self._global_loss(torch.stack(losses).sum())
+        loss = loss_over_ranks(torch.stack(losses).sum(), self.parallel_dims)
         self.checkpointer.maybe_wait_for_staging()
-        self._update(loss, float(grad_norm))
-        self.ntokens_seen += counts.tokens
-        self.valid_tokens_seen += counts.valid_tokens
-        self.metrics_processor.log_step(self._record(counts, loss, float(grad_norm), lr))
-
-    def _update(self, loss: float, grad_norm: float) -> None:
-        """Step the optimizer, unless the step is not finite."""
-        if torch.isfinite(torch.tensor([loss, grad_norm])).all():
-            self.skipped_in_a_row = 0
-            self.optimizers.step()
-        else:
-            self.skipped_steps += 1
-            self.skipped_in_a_row += 1
-            limit = self.job_config.training.max_skipped_steps
-            logger.warning(
-                f"step {self.step}: loss {loss}, gradient norm {grad_norm}: step skipped "
-                f"({self.skipped_in_a_row} in a row, at most {limit})"
-            )
+        step_if_finite(self.optimizers, is_finite(loss, grad_norm))
         self.lr_schedulers.step()
-
-    def _global_counts(self, microbatches: list[Batch]) -> StepCounts:
-        """Counts of the whole step, over all ranks, with the stop signal of any rank."""
-        counts = StepCounts.of(microbatches)
-        first_of_group = self.parallel_dims.non_data_parallel_size == 1 or (
-            self.parallel_dims.tp_enabled
-            and self.parallel_dims.get_mesh("tp").get_local_rank() == 0
-        )
-        counts, self.stop_requested = reduce_counts(
-            counts, stop=self.stop_requested, contributes=first_of_group, device=self.device
-        )
-        return counts
-
-    def _global_loss(self, loss: torch.Tensor) -> float:
-        if self.parallel_dims.dp_enabled:
-            return dist_utils.dist_sum(loss, self.parallel_dims.get_mesh("batch"))
-        return loss.item()
-
-    def _record(self, counts: StepCounts, loss: float, grad_norm: float, lr: float) -> StepRecord:
-        return StepRecord(
+        note = StepNote(
             step=self.step,
-            loss=loss,
-            grad_norm=grad_norm,
             lr=lr,
+            data_wait_s=self.data_wait_s,
+            memory=self.metrics_processor.take_memory(),
+            graph_replays=self.microbatch.replays,
+            graph_over_capacity=self.microbatch.over_capacity,
+        )
+        self.outcomes.push(note, loss=loss, grad_norm=grad_norm, sums=sums)
+
+    def _read(self, note: StepNote, outcome: Outcome) -> None:
+        """Count and record a finished step; stop a run that went astray."""
+        self.skips.count(note.step, outcome)
+        self.ntokens_seen += outcome.counts.tokens
+        self.valid_tokens_seen += outcome.counts.valid_tokens
+        self.stop_requested |= outcome.stop
+        record = StepRecord.of(
+            note,
+            outcome,
             tokens_seen=self.ntokens_seen,
             valid_tokens_seen=self.valid_tokens_seen,
-            valid_tokens=counts.valid_tokens,
-            rows=counts.rows,
-            documents=counts.documents,
-            padding_tokens=counts.padding_tokens,
-            attention_pairs=counts.attention_pairs,
-            skipped_steps=self.skipped_steps,
-            fingerprint=counts.fingerprint_hex,
-            data_wait_s=self.data_wait_s,
+            skipped_steps=self.skips.total,
         )
+        self.metrics_processor.log_step(record, memory=note.memory, step_time_s=outcome.step_time_s)
+        self.skips.check(note.step)
 
     # ---- the loop -------------------------------------------------------------------------
 
@@ -216,15 +210,22 @@ class LowprecTrainer(_Stock):
             maybe_enable_profiling(**profiling) as profiler,
             maybe_enable_memory_snapshot(**profiling) as memory_profiler,
         ):
-            data_iterator = self.batch_generator(self.dataloader)
-            while self.should_continue_training():
-                self._one_step(data_iterator)
-                for running in (profiler, memory_profiler):
-                    if running:
-                        running.step()
-                if self.stop_requested:
-                    self._stop_on_signal()
+            try:
+                self._all_steps([p for p in (profiler, memory_profiler) if p])
+            except BaseException:
+                self.outcomes.drain_after_failure()
+                raise
         logger.info("Training completed")
+
+    def _all_steps(self, profilers: list[Any]) -> None:
+        data_iterator = self.batch_generator(self.dataloader)
+        while self.should_continue_training():
+            self._one_step(data_iterator)
+            for profiler in profilers:
+                profiler.step()
+            if self.stop_requested:
+                self._stop_on_signal()
+        self.outcomes.drain()
 
     def _resume(self) -> None:
         load_step = self.job_config.checkpoint.load_step
@@ -250,48 +251,47 @@ class LowprecTrainer(_Stock):
                 f"{self.job_config.training.steps}; set data.repeat = true for more epochs, add "
                 "documents, or lower training.steps"
             ) from None
-        if self.skipped_in_a_row >= self.job_config.training.max_skipped_steps:
-            raise NonFiniteRun(
-                f"step {self.step}: {self.skipped_in_a_row} steps in a row were not finite "
-                "(training.max_skipped_steps); the last checkpoint is intact: lower optimizer.lr "
-                "or look at attention.recipe and the data"
-            )
         self._save(last_step=self.step == self.job_config.training.steps)
         validation = self.job_config.validation
         if validation.enable and self.validator.should_validate(self.step):
+            self.outcomes.drain()
             self.validator.validate(self.model_parts, self.step)
         if self.step == 1:
-            self._shorten_timeouts()
+            shorten_timeouts(self.job_config, self.parallel_dims)
 
     def _save(self, *, last_step: bool) -> None:
-        # between a skipped step and the next finite one, the last good checkpoint stays the last
-        if self.skipped_in_a_row or self.step in (0, self.saved_step):
+        if self.step in (0, self.saved_step):
             return
-        if self.checkpointer._should_save(self.step, last_step):
-            self.checkpointer.save(self.step, last_step=last_step)
-            self.saved_step = self.step
-            if dist.get_rank() == 0:
-                save_identity(self.job_config, self.identity)
-
-    def _shorten_timeouts(self) -> None:
-        timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
-        if device_type == "cpu":  # stock passes the device's index to the barrier: CPUs have none
-            dist.barrier()
-            dist.distributed_c10d._set_pg_timeout(timeout, None)
-        else:
-            dist_utils.set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
+        if not self.checkpointer._should_save(self.step, last_step):
+            return
+        self.outcomes.drain()
+        # between a skipped step and the next finite one, the last good checkpoint stays the last
+        if self.skips.in_a_row:
+            return
+        self.checkpointer.save(self.step, last_step=last_step)
+        self.saved_step = self.step
+        if dist.get_rank() == 0:
+            save_identity(self.job_config, self.identity)
 
     def _on_sigterm(self, signum: int, frame: Any) -> None:
         del signum, frame
-        self.stop_requested = True
+        self.stop_wanted = True
+        self.stop_requested |= dist.get_world_size() == 1
 
     def _stop_on_signal(self) -> None:
+        self.outcomes.drain()
         self._save(last_step=True)
         saved = "checkpoint saved" if self.checkpointer.enable else "checkpoint.enable is off"
         logger.warning(f"SIGTERM: stopped after step {self.step}, {saved}")
         self.close()
         dist.destroy_process_group()
         raise SystemExit(SIGTERM_STATUS)
+
+    def close(self) -> None:
+        """Free the graph while its process group exists, then what TorchTitan closes."""
+        self.microbatch.close()
+        self.dataloader.close()
+        super().close()
 
 
 def make_trainer(stock: type) -> type:

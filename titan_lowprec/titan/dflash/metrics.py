@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torchtitan.components.metrics import DeviceMemStats
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import BaseModelArgs
 from torchtitan.tools.utils import device_type
@@ -32,10 +33,16 @@ class DraftMetricsProcessor(LowprecMetricsProcessor):
         self.objective.step = step
         super().resume_at(step)
 
-    def log_step(self, record: StepRecord) -> None:
+    def log_step(
+        self,
+        record: StepRecord,
+        *,
+        memory: DeviceMemStats | None = None,
+        step_time_s: float | None = None,
+    ) -> None:
         """Log one optimizer step; figures are summed over ranks first, so every rank calls it."""
         self._draft_figures = self.objective.take_figures(torch.device(device_type))
-        super().log_step(record)
+        super().log_step(record, memory=memory, step_time_s=step_time_s)
 
     def _train_line(self, record: StepRecord, step_time_s: float) -> dict[str, Any]:
         return super()._train_line(record, step_time_s) | self._draft_figures

@@ -1,0 +1,58 @@
+"""The ``[graph]`` section as what runs a microbatch."""
+
+from typing import Any
+
+from titan_lowprec.titan.check_config import ConfigError
+from titan_lowprec.titan.graph import EagerMicrobatch, MicrobatchGraph, Tensor
+from titan_lowprec.titan.loss import BatchLoss
+
+EAGER_STEPS = 2
+"""Optimizer steps before a capture: gradients, optimizer states and compiled code exist then."""
+
+
+def build_microbatch(trainer: Any) -> EagerMicrobatch | MicrobatchGraph:
+    """What a trainer's step calls for forward and backward of a microbatch.
+
+    Args:
+        trainer: With the attributes of TorchTitan's, after its constructor.
+
+    Raises:
+        ConfigError: ``graph.enable`` is set and this machine's attention cannot be captured.
+    """
+    section = trainer.job_config.graph
+
+    def run(inputs: dict[str, Tensor], labels: Tensor, denominator: Tensor) -> Tensor:
+        return trainer.forward_backward_step(
+            input_dict=inputs, labels=labels, global_valid_tokens=denominator
+        )
+
+    if not section.enable:
+        return EagerMicrobatch(run, trainer.device)
+    if isinstance(trainer.loss_fn, BatchLoss):
+        raise ConfigError(
+            f"graph.enable: must be false for model.name={trainer.job_config.model.name!r}: its "
+            "loss builds masks and counts acceptance on the host inside the step, got true; "
+            "set it to false"
+        )
+    plan = getattr(trainer.model_args, "attention", None)
+    if getattr(plan, "impl", "triton") != "triton":
+        raise ConfigError(
+            "graph.enable: must be false where attention runs as its PyTorch reference, which "
+            f"reads document offsets on the host, got attention.recipe="
+            f"{trainer.job_config.attention.recipe!r}; set it to false, or choose a recipe and a "
+            "GPU that the kernels support"
+        )
+    return MicrobatchGraph(
+        run,
+        parameters=trainer.model_parts[0].parameters(),
+        warmup=EAGER_STEPS * trainer.gradient_accumulation_steps,
+        max_documents=section.max_documents or trainer.job_config.data.max_documents,
+        over_capacity=section.over_capacity,
+        device=trainer.device,
+    )
+
+
+def hooks_are_due(trainer: Any) -> bool:
+    """Whether hooks look into the model in this step: a replay would not run them."""
+    every = trainer.metrics_processor.health.every
+    return every > 0 and trainer.step % every == 0
