@@ -60,23 +60,24 @@ def test_chunked_head_trains_like_logits(train, plain):
     assert_close(train("variant-chunked", *STEPS, "--loss.impl=linear_chunked"), plain, rtol=1e-4)
 
 
-def test_tensor_parallel_trains_like_one_process(train, plain):
-    run = train("variant-tp", *STEPS, "--parallelism.tensor_parallel_degree=2", processes=2)
-    assert_close(run, plain, rtol=2e-2)
+VALIDATED = ("--validation.enable", "--validation.freq=2", "--validation.steps=1")
 
 
-@pytest.mark.compile
-def test_compiled_blocks_train_like_eager(train, plain):
-    run = train("variant-compile", *STEPS, "--compile.enable", "--compile.components=model")
-    assert_close(run, plain, rtol=2e-2)
+@pytest.fixture(scope="module")
+def tensor_parallel(train):
+    options = (*STEPS, *VALIDATED, "--parallelism.tensor_parallel_degree=2")
+    return train("variant-tp", *options, processes=2)
 
 
-def test_literal_command_on_two_processes(train, plain):
-    run = train(
-        "variant-literal",
-        *STEPS,
-        "--training.local_batch_size=1",
-        module="torchtitan.train",
-        processes=2,
-    )
-    assert_close(run, plain, rtol=2e-3)
+def test_tensor_parallel_trains_like_one_process(tensor_parallel, plain):
+    assert_close(tensor_parallel, plain, rtol=2e-2)
+
+
+def test_tensor_parallel_chunked_head_trains_and_validates_like_logits(train, tensor_parallel):
+    """The head's vocabulary is spread over two processes, which agree on the loss."""
+    options = (*STEPS, *VALIDATED, "--parallelism.tensor_parallel_degree=2")
+    run = train("variant-tp-chunked", *options, "--loss.impl=linear_chunked", processes=2)
+    assert_close(run, tensor_parallel, rtol=1e-4)
+    (ours,), (logits,) = (each.metrics("validation") for each in (run, tensor_parallel))
+    assert ours["tokens"] == logits["tokens"]
+    assert ours["loss"] == pytest.approx(logits["loss"], rel=1e-4)

@@ -158,18 +158,16 @@ def tensor_parallel(job: Job) -> Iterator[Problem]:
 
 
 def chunked_loss(job: Job) -> Iterator[Problem]:
-    """A head that is spread over ranks."""
-    section = job.config.parallelism
-    for name in ("tensor_parallel_degree", "pipeline_parallel_degree"):
-        degree = getattr(section, name)
-        if job.config.loss.impl == "linear_chunked" and degree > 1:
-            yield Problem(
-                "loss.impl",
-                f"not be linear_chunked with parallelism.{name}={degree}: "
-                "the chunked op needs the whole head on each rank",
-                "linear_chunked",
-                "set loss.impl = logits_fp32",
-            )
+    """A head that lives on one pipeline stage, while its labels and rows are elsewhere."""
+    degree = job.config.parallelism.pipeline_parallel_degree
+    if job.config.loss.impl == "linear_chunked" and degree > 1:
+        yield Problem(
+            "loss.impl",
+            f"not be linear_chunked with parallelism.pipeline_parallel_degree={degree}: "
+            "the loss is computed in the head, and a pipeline schedule computes it outside",
+            "linear_chunked",
+            "set loss.impl = logits_fp32",
+        )
 
 
 def logits_only_options(job: Job) -> Iterator[Problem]:

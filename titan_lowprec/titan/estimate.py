@@ -80,7 +80,8 @@ def memory_estimate(job_config: MergedJobConfig, *, world_size: int) -> MemoryEs
       ``fsdp_reshard_after_forward = "never"``;
     * activations of one microbatch, see ``activation_bytes``, divided by ``t``;
     * logits ``12 V`` bytes a token (``logits_fp32``), ``6 V`` (``logits_bf16``), or of
-      ``chunk_rows`` rows plus an fp32 gradient of the head (``linear_chunked``).
+      ``chunk_rows`` rows plus an fp32 gradient of the head, both divided by ``t``
+      (``linear_chunked``).
 
     Left out: the CUDA context, communication buffers, fragmentation, validation, ``torch.compile``.
     """
@@ -148,6 +149,7 @@ def logit_bytes(job_config: MergedJobConfig, size: ModelSize) -> int:
     args: Any = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
     loss, training = job_config.loss, job_config.training
     if loss.impl == "linear_chunked":
-        return loss.chunk_rows * args.vocab_size * LOGIT_BYTES["logits_fp32"] + 4 * size.embedding
+        whole = loss.chunk_rows * args.vocab_size * LOGIT_BYTES["logits_fp32"] + 4 * size.embedding
+        return whole // job_config.parallelism.tensor_parallel_degree
     tokens = training.local_batch_size * training.seq_len
     return tokens * args.vocab_size * LOGIT_BYTES[loss.impl]

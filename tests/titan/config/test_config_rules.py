@@ -23,17 +23,15 @@ def test_a_degree_that_does_not_work_is_refused_with_its_reason(
     assert part in str(problem)
 
 
-def test_tensor_parallelism_needs_logits(small, changed, problems):
+def test_the_chunked_head_takes_tensor_parallelism_and_no_pipeline(small, changed, problems):
     settings = {"parallelism.tensor_parallel_degree": 2, "loss.impl": "linear_chunked"}
-    (problem,) = problems(changed(small, settings), world_size=2)
-    assert problem.key == "loss.impl"
-    assert "parallelism.tensor_parallel_degree=2" in str(problem)
-
-
-def test_tensor_parallelism_excludes_health_measurements(small, changed, problems):
-    settings = {"parallelism.tensor_parallel_degree": 2, "metrics.health_every": 10}
-    (problem,) = problems(changed(small, settings), world_size=2)
-    assert problem.key == "metrics.health_every"
+    assert problems(changed(small, settings), world_size=2) == []
+    settings = {"parallelism.pipeline_parallel_degree": 2, "loss.impl": "linear_chunked"}
+    found = [*problems(changed(small, settings), world_size=2)]
+    assert [problem.key for problem in found] == [
+        "parallelism.pipeline_parallel_degree",
+        "loss.impl",
+    ]
 
 
 def test_tensor_parallelism_needs_a_divisible_row(small, changed, problems):
