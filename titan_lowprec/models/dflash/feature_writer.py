@@ -22,7 +22,7 @@ from titan_lowprec.models.dflash.features import (
 
 
 class FeatureWriter:
-    """One rank's shards. A record counts when its file is complete: ``written`` says how many."""
+    """One rank's shards. A batch counts when its file is complete: ``batches`` says how many."""
 
     def __init__(
         self, folder: Path, identity: FeatureIdentity, *, source: str, rank: int, per_shard: int
@@ -34,7 +34,7 @@ class FeatureWriter:
             identity: Target, taps, tokenizer and type.
             source: What decides the order of records (a hash); a continued run must have it too.
             rank: Of the processes that write; each has its own files.
-            per_shard: Records of a file.
+            per_shard: Batches of a file.
 
         Raises:
             ValueError: The folder holds other features.
@@ -46,6 +46,7 @@ class FeatureWriter:
         self._header = {"identity": asdict(identity), "source": source, "per_shard": per_shard}
         self._shards: list[Shard] = []
         self._pending: list[FeatureRecord] = []
+        self._pending_batches = 0
         state = self._progress_file
         if state.is_file():
             content = json.loads(state.read_text())
@@ -65,28 +66,31 @@ class FeatureWriter:
         return self.folder / f"progress-{self.rank:04d}.json"
 
     @property
-    def written(self) -> int:
-        """Records in complete files."""
-        return sum(shard.records for shard in self._shards)
+    def batches(self) -> int:
+        """Batches of the source in complete files: a continued run skips so many."""
+        return sum(shard.batches for shard in self._shards)
 
-    def add(self, record: FeatureRecord) -> None:
-        """Take one record; every ``per_shard``-th call writes a file.
+    def add_batch(self, records: Iterable[FeatureRecord]) -> None:
+        """Take a batch of records; every ``per_shard``-th call writes a file.
 
         Raises:
-            ValueError: The record is not finite or does not fit.
+            ValueError: A record is not finite or does not fit.
         """
-        number = self.written + len(self._pending)
-        check_record(record, self.identity, what=f"record {number} of rank {self.rank}")
-        self._pending.append(record)
-        if len(self._pending) == self.per_shard:
+        where = f"batch {self.batches + self._pending_batches} of rank {self.rank}"
+        for number, record in enumerate(records):
+            check_record(record, self.identity, what=f"record {number} of {where}")
+            self._pending.append(record)
+        self._pending_batches += 1
+        if self._pending_batches >= self.per_shard:
             self._write()
 
     def close(self) -> None:
         """Write what is left as a shorter file."""
-        if self._pending:
-            self._write()
+        self._write()
 
     def _write(self) -> None:
+        if not self._pending:  # batches without a record wait for one
+            return
         name = f"features-{self.rank:04d}-{len(self._shards):05d}.safetensors"
         tensors: dict[str, torch.Tensor] = {}
         for i, record in enumerate(self._pending):
@@ -104,9 +108,10 @@ class FeatureWriter:
             candidates=sum(record.candidates for record in self._pending),
             max_documents=max(int(record.document_S.max()) + 1 for record in self._pending),
             bytes=path.stat().st_size,
+            batches=self._pending_batches,
         )
         self._shards.append(shard)
-        self._pending = []
+        self._pending, self._pending_batches = [], 0
         content = {**self._header, "shards": [asdict(shard) for shard in self._shards]}
         _replace(self._progress_file, content)
 

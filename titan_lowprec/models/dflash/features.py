@@ -17,6 +17,8 @@ from titan_lowprec.models.dflash.anchors import anchor_candidates
 from titan_lowprec.shapes import Bool, Float, Int32, Int64, Tensor
 
 INDEX_FILE = "index.json"
+UNKNOWN_TARGET = "unknown"
+"""Target of imported features that do not name one."""
 FORMAT = 1
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -45,6 +47,7 @@ class FeatureIdentity:
     target: str
     """Name and a hash of the target's weights."""
     tap_layers: tuple[int, ...]
+    """Empty for rows of tokens whose hidden states are computed when they are trained on."""
     model_dim: int
     vocab_size: int
     dtype: str
@@ -75,6 +78,8 @@ class Shard:
     candidates: int
     max_documents: int
     bytes: int
+    batches: int
+    """Batches of the source that the file ends; where a continued run goes on."""
 
     @property
     def records(self) -> int:
@@ -179,25 +184,6 @@ def _tuples(cls: type, values: dict[str, Any]) -> dict[str, Any]:
             "features again"
         )
     return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-
-
-def check_identity(index: FeatureIndex, expected: FeatureIdentity, *, folder: Path) -> None:
-    """Refuse features of another target, tokenizer, set of taps or type; all differences at once.
-
-    Raises:
-        ValueError: Something differs.
-    """
-    found, wanted = asdict(index.identity), asdict(expected)
-    different = [
-        f"{name} {found[name]!r} (the draft needs {wanted[name]!r})"
-        for name in wanted
-        if found[name] != wanted[name]
-    ]
-    if different:
-        raise ValueError(
-            f"features: {folder} must fit target and tokenizer, got {'; '.join(different)}; "
-            "write features for this target, or name the ones that it has"
-        )
 
 
 class FeatureReader:

@@ -27,7 +27,7 @@ def build_draft_loader(
     """This rank's training batches with anchors; the first component that a run builds."""
     require_weights(job_config.dflash.target_path)
     section = job_config.dflash
-    if section.features == "offline":
+    if section.features_path:
         reader = open_features(job_config)
         rows: RowLoader = FeatureLoader(
             reader,
@@ -45,7 +45,7 @@ def build_draft_loader(
 
 
 def open_features(job_config: MergedJobConfig) -> FeatureReader:
-    """Features of the draft's sizes and taps.
+    """Stored rows of the draft's sizes and, with features, of its taps.
 
     Raises:
         ValueError: They belong to another kind of target.
@@ -55,12 +55,13 @@ def open_features(job_config: MergedJobConfig) -> FeatureReader:
     draft = draft_args(args, job_config, vocabulary_of(job_config))
     reader = FeatureReader(Path(job_config.dflash.features_path))
     found = reader.index.identity
-    wanted = (draft.tap_layers, draft.model_dim, draft.vocab_size)
-    got = (found.tap_layers, found.model_dim, found.vocab_size)
+    wanted, got = (draft.vocab_size, draft.model_dim), (found.vocab_size, found.model_dim)
+    if job_config.dflash.features == "offline":
+        wanted, got = (*wanted, draft.tap_layers), (*got, found.tap_layers)
     if wanted != got:
         raise ValueError(
-            f"dflash.features_path: features must have taps, hidden size and vocabulary {wanted}, "
-            f"got {got}; write them for {job_config.model.flavor}, or set dflash.taps"
+            f"dflash.features_path: must have vocabulary, hidden size (and taps) {wanted}, got "
+            f"{got}; write it for {job_config.model.flavor}, or set dflash.taps"
         )
     return reader
 

@@ -1,6 +1,7 @@
 """What a step of draft training computes: target, draft, weighted loss, acceptance."""
 
 from dataclasses import astuple, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ from titan_lowprec.models.dflash.acceptance import (
 )
 from titan_lowprec.models.dflash.attention import build_mask
 from titan_lowprec.models.dflash.blocks import Blocks
+from titan_lowprec.models.dflash.features import UNKNOWN_TARGET, read_index
 from titan_lowprec.models.dflash.loss import DraftHead, denominator, draft_loss
 from titan_lowprec.models.dflash.masks import DraftMask
 from titan_lowprec.models.dflash.tables import FrozenTables
 from titan_lowprec.shapes import Float, Tensor
 from titan_lowprec.titan.dflash.args import DraftModelArgs
 from titan_lowprec.titan.dflash.batch import anchors_of, blocks_of
-from titan_lowprec.titan.dflash.target import FrozenTarget, build_tables, build_target
+from titan_lowprec.titan.dflash.target import FrozenTarget, build_tables, build_target, target_name
 from titan_lowprec.titan.loss import Batch, BatchLoss
 from titan_lowprec.titan.merged_config import MergedJobConfig
 from titan_lowprec.titan.parallelize import data_parallel_mesh
@@ -173,6 +175,21 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def check_target_of_features(job_config: MergedJobConfig, name: str) -> None:
+    """Refuse embedding and head of another target than the features come from.
+
+    Raises:
+        ValueError: They differ; an import whose target is not known says so itself.
+    """
+    folder = Path(job_config.dflash.features_path)
+    found = read_index(folder).identity.target
+    if found not in (name, UNKNOWN_TARGET):
+        raise ValueError(
+            f"dflash.target_path: features in {folder} come from {found!r}, got {name!r}; name "
+            "the target that wrote them"
+        )
+
+
 def build_draft_objective(
     job_config: MergedJobConfig, parallel_dims: ParallelDims, **kwargs: Any
 ) -> DraftObjective:
@@ -197,8 +214,11 @@ def build_draft_objective(
     else:
         tables = build_tables(args, job_config, device=device, dtype=dtype)
     assert args.draft is not None
+    name = target_name(args, tables)
+    if target is None:
+        check_target_of_features(job_config, name)
     logger.info(
-        f"Draft of {args.target_model} {args.target_flavor}: taps {args.draft.tap_layers}, mask "
-        f"token {args.draft.mask_id}, target {target.digest if target else 'not in this process'}"
+        f"Draft of {name}, {job_config.dflash.features} features: taps {args.draft.tap_layers}, "
+        f"mask token {args.draft.mask_id}"
     )
     return DraftObjective(args, job_config, target=target, tables=tables)

@@ -10,7 +10,7 @@ from titan_lowprec.models.dflash.features import read_index
 from titan_lowprec.titan.config_types import DEGREES, MODEL, Job, Problem, Rule
 from titan_lowprec.titan.dflash.args import DraftModelArgs, draft_args
 from titan_lowprec.titan.dflash.choices import attention_on
-from titan_lowprec.titan.dflash.vocabulary import vocabulary_of
+from titan_lowprec.titan.dflash.vocabulary import read_vocabulary, vocabulary_of
 from titan_lowprec.titan.dflash.weights import RANDOM, path_kind
 
 DRAFT = "dflash"
@@ -98,14 +98,19 @@ def hugging_face_target(path: str, args: DraftModelArgs) -> Iterator[Problem]:
 
 
 @for_drafts
-def stored_features(job: Job) -> Iterator[Problem]:
-    """Features that are complete and belong to the flavor."""
+def stored_rows(job: Job) -> Iterator[Problem]:
+    """Rows on disk that are complete and belong to the flavor; they need not be there yet."""
     section = job.config.dflash
-    if section.features == "online":
-        if section.features_path:
-            needs = "be empty with dflash.features=online, which does not read it"
-            remedy = "set dflash.features = offline"
-            yield Problem("dflash.features_path", needs, section.features_path, remedy)
+    offline = section.features == "offline"
+    if offline and job.config.validation.enable:
+        needs = "be false with dflash.features=offline: there is no target to run on new text"
+        yield Problem("validation.enable", needs, True, "set it to false")
+    if not section.features_path:
+        if offline:
+            needs = "name a folder that tools/dflash_features.py wrote, with features=offline"
+            yield Problem("dflash.features_path", needs, "", "set it, or features to online")
+        return
+    if not Path(section.features_path).exists():
         return
     try:
         index = read_index(Path(section.features_path))
@@ -118,12 +123,23 @@ def stored_features(job: Job) -> Iterator[Problem]:
     if found != (shape.vocab_size, shape.dim):
         needs = f"have vocabulary and hidden size {(shape.vocab_size, shape.dim)}"
         yield Problem("dflash.features_path", needs, found, "write features of this target")
+    if offline and not identity.tap_layers:
+        needs = "hold features, and not tokens alone, with dflash.features=offline"
+        yield Problem("dflash.features_path", needs, section.features_path, "write them")
     if index.longest > job.config.training.seq_len:
         needs = f"be at least {index.longest}, the longest record of dflash.features_path"
         yield Problem("training.seq_len", needs, job.config.training.seq_len, "raise it")
-    if job.config.validation.enable:
-        needs = "be false with dflash.features=offline: there is no target to run on new text"
-        yield Problem("validation.enable", needs, True, "set it to false")
+    yield from same_tokenizer(job, index.tokenizer_sha256)
+
+
+def same_tokenizer(job: Job, sha256: str) -> Iterator[Problem]:
+    """The tokenizer of stored rows; an import that does not know it has an empty hash."""
+    folder = Path(resolve_path(job.config.data.tokenizer))
+    if not sha256 or not (folder / "tokenizer.json").is_file():
+        return
+    if read_vocabulary(folder).sha256 != sha256:
+        needs = "be the tokenizer that dflash.features_path was written with"
+        yield Problem("data.tokenizer", needs, job.config.data.tokenizer, "name that one")
 
 
 @for_drafts
@@ -133,12 +149,9 @@ def mask_token(job: Job) -> Iterator[Problem]:
     if section.gamma == 0:
         return  # said already
     try:
-        if section.features == "offline":
-            read_index(Path(section.features_path))
-        else:
-            folder = Path(resolve_path(job.config.data.tokenizer))
-            if not (folder / "tokenizer.json").is_file():
-                return  # data.tokenizer says so
+        folder = Path(resolve_path(job.config.data.tokenizer))
+        if not (folder / "tokenizer.json").is_file():
+            return  # data.tokenizer says so
         draft_args(job.model_args, job.config, vocabulary_of(job.config))
     except (ValueError, OSError) as error:
         if "features:" in str(error) or "tap_layers" in str(error):
@@ -205,7 +218,9 @@ DRAFT_RULES = (
     Rule(("dflash.gamma", "dflash.block_tokens"), decay),
     Rule((*MODEL, "dflash.taps"), taps),
     Rule((*MODEL, "dflash"), target),
-    Rule((*MODEL, "dflash", "training.seq_len", "validation.enable"), stored_features),
+    Rule(
+        (*MODEL, "dflash", "data.tokenizer", "training.seq_len", "validation.enable"), stored_rows
+    ),
     Rule((*MODEL, "dflash", "data.tokenizer"), mask_token),
     Rule(("loss",), loss),
     Rule(("dflash.attention", "training.mixed_precision_param"), attention),

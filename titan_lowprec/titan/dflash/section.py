@@ -24,7 +24,9 @@ class DFlash:
     """Hidden states from the target in this process, or read from ``features_path``."""
 
     features_path: str = ""
-    """``offline``: folder that tools/dflash_features.py wrote."""
+    """Folder that tools/dflash_features.py wrote. ``offline``: rows with features, required.
+    ``online``: rows of tokens (answers of the target, say) to train on instead of ``[data]``;
+    empty for ``[data]``."""
 
     taps: list[int] = field(default_factory=list)
     """Target layers whose outputs the draft sees, counted from 0, at least 0 and below the last

@@ -15,7 +15,7 @@ from titan_lowprec.models.dflash.tables import FrozenTables, frozen_tables
 from titan_lowprec.shapes import Float, Int, Int32, Int64, Tensor
 from titan_lowprec.titan.dflash.args import DraftModelArgs, target_args
 from titan_lowprec.titan.dflash.qwen3 import PackedQwen3
-from titan_lowprec.titan.dflash.weights import load_target_weights, read_tables, weights_digest
+from titan_lowprec.titan.dflash.weights import load_target_weights, read_tables, tables_digest
 from titan_lowprec.titan.llama3.model import LowprecLlama
 from titan_lowprec.titan.merged_config import MergedJobConfig
 from titan_lowprec.titan.specs import attention_plan
@@ -66,12 +66,10 @@ class _Tapped(nn.Module):
 class FrozenTarget:
     """A target that is never trained and is part of no checkpoint."""
 
-    def __init__(self, model: Any, tables: FrozenTables, taps: Sequence[int], digest: str) -> None:
+    def __init__(self, model: Any, tables: FrozenTables, taps: Sequence[int]) -> None:
         self.module = _Tapped(model.requires_grad_(False).eval())
         self.tables = tables
         self.taps = tuple(taps)
-        self.digest = digest
-        """Hash of the weights; features on disk name it."""
         self.max_positions: int = model.model_args.max_seq_len
 
     @torch.no_grad()
@@ -108,6 +106,11 @@ class FrozenTarget:
         """Spread layers over ranks; the tables were taken before and stay whole."""
         for layer in self.module.model.layers.values():
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+
+
+def target_name(args: DraftModelArgs, tables: FrozenTables) -> str:
+    """Flavor and a hash of embedding and head: what stored features say they belong to."""
+    return f"{args.target_model} {args.target_flavor} {tables_digest(tables)}"
 
 
 def build_target(
@@ -154,7 +157,7 @@ def build_target(
         tied=args.target.tied,
         **PLAIN,
     )
-    return FrozenTarget(model, tables, args.draft.tap_layers, weights_digest(model))
+    return FrozenTarget(model, tables, args.draft.tap_layers)
 
 
 def build_tables(

@@ -26,9 +26,10 @@ class Vocabulary:
 
 
 def vocabulary_of(job_config: MergedJobConfig) -> Vocabulary:
-    """The tokenizer that the job's ids come from: of stored features, what their index says."""
-    if job_config.dflash.features == "offline":
-        index = read_index(Path(job_config.dflash.features_path))
+    """The tokenizer that the job's ids come from: of stored rows, what their index says."""
+    path = job_config.dflash.features_path
+    if path and Path(path).exists():
+        index = read_index(Path(path))
         return Vocabulary(
             entries=index.tokenizer_entries,
             mask_id=None,

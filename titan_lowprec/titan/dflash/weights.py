@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 
+from titan_lowprec.models.dflash.tables import FrozenTables
 from titan_lowprec.shapes import Float, Tensor
 from titan_lowprec.titan.llama3.model import LowprecLlama
 from titan_lowprec.titan.llama3.state_dict import LowprecLlamaStateDictAdapter
@@ -140,13 +141,13 @@ def _hugging_face_tables(folder: Path) -> tuple[Tensor | None, Tensor | None]:
     return embed, next((found[name] for name in HEADS if name in found), None)
 
 
-def weights_digest(model: Any) -> str:
-    """Hash of a sample of every parameter: enough to tell targets apart, fast for large ones."""
+def tables_digest(tables: FrozenTables) -> str:
+    """Hash of a sample of embedding and head, equal for fp32 and bf16: enough to tell targets."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // 1024)].float().cpu()
-        digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
+    for table in (tables.embed_VE, tables.head_VE):
+        flat = table.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // 4096)].bfloat16().float().cpu()
+        digest.update(f"{tuple(table.shape)}".encode() + sample.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
