@@ -260,6 +260,9 @@ def test_checkpointing_modes_are_ordered():
 def test_a_chunked_loss_holds_chunks_and_a_gradient_of_the_head():
     chunked = small_estimate(loss__impl="linear_chunked", loss__chunk_rows=128).logits
     assert chunked == 128 * 2048 * 12 + 4 * 2048 * 128
+    settings = {"loss__impl": "linear_chunked", "loss__chunk_rows": 128}
+    spread = small_estimate(2, parallelism__tensor_parallel_degree=2, **settings).logits
+    assert spread == chunked // 2
     assert small_estimate().logits == 2048 * 2048 * 12
     assert small_estimate(loss__impl="logits_bf16").logits == 2048 * 2048 * 6
 

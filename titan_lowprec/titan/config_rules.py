@@ -157,6 +157,23 @@ def tensor_parallel(job: Job) -> Iterator[Problem]:
             )
 
 
+def divided_vocabulary(job: Job) -> Iterator[Problem]:
+    """Embedding and head, whose rows tensor parallelism and FSDP divide one after the other."""
+    section = job.config.parallelism
+    degree, shards = section.tensor_parallel_degree, section.data_parallel_shard_degree
+    if shards == -1:
+        shards = job.world_size // (degree * section.data_parallel_replicate_degree)
+    vocabulary = job.model_args.vocab_size
+    if degree > 1 and shards > 1 and vocabulary % (degree * shards):
+        yield Problem(
+            "parallelism.tensor_parallel_degree",
+            f"divide vocab_size={vocabulary} together with {shards} FSDP shards: PyTorch cuts "
+            "rows twice into equal parts only",
+            degree,
+            "use degrees whose product divides it, or data_parallel_replicate_degree for FSDP's",
+        )
+
+
 def chunked_loss(job: Job) -> Iterator[Problem]:
     """A head that lives on one pipeline stage, while its labels and rows are elsewhere."""
     degree = job.config.parallelism.pipeline_parallel_degree
@@ -207,6 +224,7 @@ MODEL_RULES = (
     Rule(DEGREES, refused_parallelism),
     Rule(DEGREES, world_size),
     Rule((*MODEL, "training.seq_len", *DEGREES), tensor_parallel),
+    Rule((*MODEL, *DEGREES), divided_vocabulary),
     Rule(("loss.impl", *DEGREES), chunked_loss),
     Rule(("loss.impl", "loss.z_loss", "loss.softcap"), logits_only_options),
     Rule(("model.converters",), converters),

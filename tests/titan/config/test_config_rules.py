@@ -23,6 +23,24 @@ def test_a_degree_that_does_not_work_is_refused_with_its_reason(
     assert part in str(problem)
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "processes", "refused"),
+    [(2049, 2, False), (2049, 4, True), (2050, 4, True), (2052, 4, False)],
+)
+def test_tensor_parallel_and_fsdp_divide_the_vocabulary_evenly(
+    small, monkeypatch, vocabulary, processes, refused, changed, problems
+):
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    flavors = get_train_spec("llama3_lowprec").model_args
+    monkeypatch.setitem(flavors, "x", flavor(vocab_size=vocabulary))
+    settings = {"model.flavor": "x", "parallelism.tensor_parallel_degree": 2}
+    found = [*problems(changed(small, settings), world_size=processes)]
+    assert [str(problem.key) for problem in found] == refused * [
+        "parallelism.tensor_parallel_degree"
+    ]
+
+
 def test_the_chunked_head_takes_tensor_parallelism_and_no_pipeline(small, changed, problems):
     settings = {"parallelism.tensor_parallel_degree": 2, "loss.impl": "linear_chunked"}
     assert problems(changed(small, settings), world_size=2) == []
