@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from titan_lowprec.models.dflash.features import (
     FeatureRecord,
     Shard,
     check_record,
+    check_shapes,
 )
 
 
@@ -78,7 +79,10 @@ class FeatureWriter:
         """
         where = f"batch {self.batches + self._pending_batches} of rank {self.rank}"
         for number, record in enumerate(records):
-            check_record(record, self.identity, what=f"record {number} of {where}")
+            what = f"record {number} of {where}"
+            parts = (getattr(record, f.name) for f in fields(record))
+            check_shapes(*parts, self.identity, what=what)
+            check_record(record, self.identity, what=what)
             self._pending.append(record)
         self._pending_batches += 1
         if self._pending_batches >= self.per_shard:

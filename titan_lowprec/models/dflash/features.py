@@ -216,8 +216,9 @@ class FeatureReader:
         names = ("input_ids", "loss_mask", "document_ids", "hidden_states")
         with safe_open(self.folder / shard.file, framework="pt") as file:
             ids, mask, document, hidden = (file.get_tensor(f"{inside}.{name}") for name in names)
-        record = FeatureRecord(ids.long(), mask.bool(), document.int(), hidden)
         what = f"record {inside} of {self.folder / shard.file}"
+        check_shapes(ids, mask, document, hidden, self.index.identity, what=what)
+        record = FeatureRecord(ids.long(), mask.bool(), document.int(), hidden)
         check_record(record, self.index.identity, what=what)
         if len(ids) != shard.lengths[inside]:
             raise ValueError(
@@ -227,15 +228,27 @@ class FeatureReader:
         return record
 
 
-def check_record(record: FeatureRecord, identity: FeatureIdentity, *, what: str) -> None:
-    """Refuse a record whose parts do not fit one another or the target."""
-    S = len(record.input_ids_S)
-    shapes = (tuple(record.loss_mask_S.shape), tuple(record.document_S.shape))
-    if S == 0 or shapes != ((S,), (S,)) or record.features_SO.shape != (S, identity.feature_dim):
+def check_shapes(
+    ids: Tensor,
+    mask: Tensor,
+    document: Tensor,
+    features: Tensor,
+    identity: FeatureIdentity,
+    *,
+    what: str,
+) -> None:
+    """Refuse parts of a record that do not fit one another, as a file may hold them."""
+    shapes = tuple(tuple(part.shape) for part in (ids, mask, document, features))
+    S = len(ids)
+    if S == 0 or shapes != ((S,), (S,), (S,), (S, identity.feature_dim)):
         raise ValueError(
-            f"features: {what} must have {S} (at least 1) mask and document entries and features "
-            f"{(S, identity.feature_dim)}, got {shapes} and {tuple(record.features_SO.shape)}"
+            f"features: {what} must have ids, mask and documents of one length (at least 1) and "
+            f"features {(S, identity.feature_dim)}, got {shapes}"
         )
+
+
+def check_record(record: FeatureRecord, identity: FeatureIdentity, *, what: str) -> None:
+    """Refuse a record of another type, with ids past the vocabulary or with values not finite."""
     if record.features_SO.dtype != DTYPES[identity.dtype]:
         raise ValueError(
             f"features: {what} must be {identity.dtype}, got {record.features_SO.dtype}"
