@@ -36,6 +36,7 @@ COMMON = (
     f"--data.max_documents={DOCUMENTS}",
     "--activation_checkpoint.mode=none",
     "--training.dataloader.num_workers=2",
+    "--debug.seed=1",
     "--training.dataloader.pin_memory",
 )
 

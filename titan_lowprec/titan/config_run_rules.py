@@ -9,6 +9,7 @@ from pathlib import Path
 import torchtitan.config.job_config as stock
 
 from titan_lowprec.data.bundled import resolve_path
+from titan_lowprec.titan.activation import EXCLUSIVE, ops_of
 from titan_lowprec.titan.config_types import DEGREES, MODEL, Job, Problem, Rule
 
 
@@ -184,6 +185,17 @@ def activation_checkpointing(job: Job) -> Iterator[Problem]:
     ):
         needs = 'be "op" or a number of layers in quotes'
         yield Problem("activation_checkpoint.selective_ac_option", needs, option, 'use "op"')
+    for name in section.save_ops:
+        try:
+            ops_of(name)
+        except ValueError as error:
+            needs = "name results to keep"
+            yield Problem("activation_checkpoint.save_ops", needs, name, str(error))
+    for one, other in EXCLUSIVE:
+        if {one, other} <= set(section.save_ops):
+            needs = f"not hold both {one} and {other}"
+            key = "activation_checkpoint.save_ops"
+            yield Problem(key, needs, section.save_ops, "remove one of them")
     if section.mode == "memory_budget" and not (compiled.enable and "model" in compiled.components):
         needs = "not be memory_budget without compile.enable: the compiler's partitioner does it"
         yield Problem("activation_checkpoint.mode", needs, section.mode, "set compile.enable")

@@ -171,6 +171,18 @@ class Training:
 
 
 @dataclass
+class ActivationCheckpoint:
+    save_ops: list[str] = field(
+        default_factory=lambda: ["attention", "half_linears", "amax", "collectives"]
+    )
+    """With mode ``selective`` and ``selective_ac_option = "op"``: results that blocks keep; all
+    else is recomputed. ``attention`` is output, LSE, codes and scales, so that no part of it runs
+    twice (``attention_if_smaller``: only where that takes no more bytes than bf16 Q, K and V);
+    ``linears`` or ``half_linears`` (every second); ``amax``; ``collectives``; or an op, for
+    example ``aten.silu.default`` (``titan/activation.py``)."""
+
+
+@dataclass
 class Graph:
     """``[graph]``: forward and backward of a microbatch as one CUDA graph (``titan/graph.py``)."""
 
@@ -216,6 +228,7 @@ class JobConfig:
     data: Data = field(default_factory=Data)
     dflash: DFlash = field(default_factory=DFlash)
     training: Training = field(default_factory=Training)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     graph: Graph = field(default_factory=Graph)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     class Training(ours.Training, stock.Training):
         """``[training]``."""
 
+    class ActivationCheckpoint(ours.ActivationCheckpoint, stock.ActivationCheckpoint):
+        """``[activation_checkpoint]``."""
+
     class Checkpoint(ours.Checkpoint, stock.Checkpoint):
         """``[checkpoint]``."""
 
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
         data: ours.Data
         dflash: ours.DFlash
         training: Training
+        activation_checkpoint: ActivationCheckpoint
         graph: ours.Graph
         checkpoint: Checkpoint
         metrics: Metrics

@@ -1,13 +1,11 @@
 """Tensor parallel, activation checkpointing, compile and sharding of our models."""
 
 import torch.nn as nn
-import torchtitan.distributed.activation_checkpoint as stock_ac
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3.infra.parallelize import (
-    _op_sac_save_list,
     apply_compile,
     apply_fsdp,
     apply_tp,
@@ -15,8 +13,7 @@ from torchtitan.models.llama3.infra.parallelize import (
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
-from titan_lowprec.ops.attention.api import SAVE_OPS as ATTENTION_SAVE_OPS
-from titan_lowprec.ops.cross_entropy.api import SAVE_OPS as LOSS_SAVE_OPS
+from titan_lowprec.titan.activation import apply_activation_checkpointing
 from titan_lowprec.titan.conversion import check_conversion
 from titan_lowprec.titan.merged_config import MergedJobConfig
 
@@ -39,15 +36,7 @@ def parallelize_llama(
             enable_float8_tensorwise_tp=False,
         )
     compiled = job_config.compile.enable and "model" in job_config.compile.components
-    if job_config.activation_checkpoint.mode != "none":
-        stock_ac._layer_sac_count = 0  # process-global upstream: a second model would differ
-        stock_ac.apply_ac(
-            model,
-            job_config.activation_checkpoint,
-            model_compile_enabled=compiled,
-            op_sac_save_list=_op_sac_save_list | ATTENTION_SAVE_OPS | LOSS_SAVE_OPS,
-            base_folder=job_config.job.dump_folder,
-        )
+    apply_activation_checkpointing(model, job_config, compiled=compiled)
     if compiled:
         apply_compile(model, job_config.compile)
     apply_fsdp(
