@@ -1,12 +1,15 @@
 """Inputs of the head, a float64 truth by autograd, and the rounding floor of a gradient."""
 
 import functools
+import os
 import zlib
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 
 @dataclass
@@ -103,3 +106,15 @@ def draw_head(
 def make_head(request):
     """``make_head(N, E, V, ...)``, seeded from the test's id."""
     return functools.partial(draw_head, zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    if dist.is_initialized():
+        pytest.skip("another test left a process group behind")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    os.environ.setdefault("LOCAL_RANK", "0")
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()

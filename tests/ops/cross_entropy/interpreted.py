@@ -8,17 +8,20 @@ rounds. Both are put right here, in the tool that stands in for the hardware.
 import json
 import os
 import sys
+from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import triton.language as tl
 from triton.runtime import interpreter
 
 from titan_lowprec.ops.cross_entropy.common import HeadSpec
 from titan_lowprec.ops.cross_entropy.kernel import launch, round_triton, tiles
 from titan_lowprec.ops.cross_entropy.reference import form_reference
+from titan_lowprec.ops.cross_entropy.shards import VocabularyShard
 
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
 
@@ -47,8 +50,11 @@ launch.LOGITS = tiles.LogitsTile(32, 64, 16, warps=4, stages=2, split=True, resi
 launch.WEIGHT = tiles.WeightTile(32, 32, 32, warps=4, stages=2, split=True, resident=1)
 
 
-def compare(*, std, softcap, chunk_rows, factor, V=97, N=37, E=16) -> dict[str, float]:
-    """Errors of the kernels against float64, gradients in units of one rounding."""
+def compare(*, std, softcap, chunk_rows, factor, V=97, N=37, E=16, shard=None) -> dict[str, float]:
+    """Errors of the kernels against float64, gradients in units of one rounding.
+
+    With a shard, the weight's gradient is compared on this process's rows.
+    """
     generator = torch.Generator().manual_seed(V + chunk_rows)
     hidden = torch.randn(N, E, generator=generator).bfloat16()
     weight = (torch.randn(V, E, generator=generator) * std / E**0.5).bfloat16()
@@ -57,14 +63,17 @@ def compare(*, std, softcap, chunk_rows, factor, V=97, N=37, E=16) -> dict[str, 
     hidden[0] = torch.nan  # ignored
     scale = torch.rand(N, generator=generator)
     spec = HeadSpec(-100, chunk_rows, 1e-3, softcap, "triton")
-    needs = {"spec": spec, "shard": None, "need_hidden": True, "need_weight": True}
-    mine = launch.form_triton(hidden, weight, labels, scale, **needs)
-    truth = form_reference(hidden.double(), weight.double(), labels, scale, **needs)
+    needs = {"spec": spec, "need_hidden": True, "need_weight": True}
+    rows = slice(0, V) if shard is None else slice(shard.first, shard.first + shard.rows)
+    local = weight[rows].contiguous()
+    mine = launch.form_triton(hidden, local, labels, scale, shard=shard, **needs)
+    whole = (hidden.double(), weight.double(), labels, scale)
+    truth = form_reference(*whole, shard=None, **needs)
     high = mine.grad_weight_high_VE
     round_triton(high, high, mine.grad_weight_low_VE, torch.tensor(factor), torch.bfloat16)
     grad_hidden = (mine.grad_hidden_NE * factor).bfloat16()
     gradients = (grad_hidden, high.view(torch.bfloat16))
-    exact = (truth.grad_hidden_NE * factor, truth.grad_weight_high_VE * factor)
+    exact = (truth.grad_hidden_NE * factor, truth.grad_weight_high_VE[rows] * factor)
     valid = labels != -100
     errors = {
         "loss": abs(float(mine.loss_sum.double() / truth.loss_sum) - 1),
@@ -78,5 +87,19 @@ def compare(*, std, softcap, chunk_rows, factor, V=97, N=37, E=16) -> dict[str, 
     return errors
 
 
+def compare_shards(rank, ranks, folder, cases) -> None:
+    """One process of a group: its errors go to a file."""
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    shard = VocabularyShard.of_group(97, dist.group.WORLD)
+    errors = [compare(**case, shard=shard) for case in cases]
+    Path(folder, f"{rank}.json").write_text(json.dumps(errors))
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    print(json.dumps([compare(**case) for case in json.loads(sys.argv[1])]))
+    cases = json.loads(sys.argv[1])
+    if len(sys.argv) > 2:  # rank, ranks, folder
+        compare_shards(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], cases)
+    else:
+        print(json.dumps([compare(**case) for case in cases]))

@@ -24,6 +24,8 @@ class Result:
     reductions: int = 0
     again: list = field(default_factory=list)
     """Names of the tensors that a second run changed."""
+    replayed: list = field(default_factory=list)
+    """Names of the tensors in which a CUDA graph's replay differs from an eager run."""
 
 
 def run_sharded(cases, ranks, folder, *, backend="gloo", device="cpu"):
@@ -56,22 +58,57 @@ def _worker(rank, ranks, folder, backend, device):
 
 
 def _run(hidden, weight, labels, options, extra):
+    extra = dict(extra)
+    graph = extra.pop("graph", False)
     shard = VocabularyShard.of_group(weight.shape[0], dist.group.WORLD)
     local = weight[shard.first : shard.first + shard.rows].clone()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         values, *grads = _once(hidden, local, labels, options, shard, **extra)
     counts = {event.key: event.count for event in profiler.key_averages()}
     repeated, *again = _once(hidden, local, labels, options, shard, **extra)
-    names = ("loss", "per_token", "lse", "hidden", "weight")
-    pairs = zip(names, (*values, *grads), (*repeated, *again), strict=True)
     return Result(
         values=tuple(value.cpu() for value in values),
         grad_hidden=None if grads[0] is None else grads[0].cpu(),
         grad_weight=None if grads[1] is None else grads[1].cpu(),
         gathers=counts.get("_c10d_functional::all_gather_into_tensor", 0),
         reductions=counts.get("_c10d_functional::all_reduce_", 0),
-        again=[name for name, a, b in pairs if a is not None and not torch.equal(a, b)],
+        again=_differing((*values, *grads), (*repeated, *again)),
+        replayed=_replay(hidden, local, labels, options, shard) if graph else [],
     )
+
+
+def _differing(results, others):
+    names = ("loss", "per_token", "lse", "hidden", "weight")
+    pairs = zip(names, results, others, strict=True)
+    return [name for name, a, b in pairs if a is not None and not torch.equal(a, b)]
+
+
+def _replay(hidden, local, labels, options, shard):
+    """Capture a step, replay it on other rows, and compare with those rows run eagerly."""
+    static, head = hidden.clone().requires_grad_(), local.clone().requires_grad_()
+    static.grad, head.grad = torch.zeros_like(static), torch.zeros_like(head)
+    static_labels = labels.clone()
+
+    def step():
+        static.grad.zero_()
+        head.grad.zero_()
+        results = linear_cross_entropy(static, head, static_labels, **options, shard=shard)
+        results[0].backward()
+        return [result.detach() for result in results]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        values = step()
+    with torch.no_grad():
+        static.copy_(hidden.flip(0) * 50)  # now some tiles need the correction as well
+        static_labels.copy_(labels.roll(7))
+    graph.replay()
+    eager, *grads = _once(static.detach(), local, static_labels, options, shard)
+    return _differing((*values, static.grad, head.grad), (*eager, *grads))
 
 
 def _once(

@@ -1,12 +1,7 @@
 """Under FSDP2 the head is gathered once per step, however many chunks there are."""
 
-import os
-
-import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -21,18 +16,6 @@ class LossHead(nn.Module):
 
     def forward(self, hidden, labels):
         return linear_cross_entropy(hidden, self.weight, labels, **self.options)[0]
-
-
-@pytest.fixture
-def one_rank(tmp_path):
-    if dist.is_initialized():
-        pytest.skip("another test left a process group behind")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
-    os.environ.setdefault("LOCAL_RANK", "0")
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def test_head_is_gathered_once_for_forward_and_backward(make_head, one_rank):

@@ -14,28 +14,53 @@ from titan_lowprec.ops.cross_entropy.api import linear_cross_entropy
 HERE = Path(__file__).resolve().parent
 
 
+PLAIN = {"std": 1.0, "softcap": None, "chunk_rows": 40, "factor": 1.0}
+CASES = [
+    PLAIN | {"chunk_rows": 32, "factor": 1 / 3},
+    PLAIN | {"softcap": 2.0},
+    PLAIN | {"std": 300.0},  # sums overflow with shift 0: every tile is corrected
+]
+
+
+def interpret(cases, *more):
+    """Start `interpreted.py` on cases; the process."""
+    command = [sys.executable, str(HERE / "interpreted.py"), json.dumps(cases), *map(str, more)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE.parents[2]
+    )
+
+
+def assert_interpreted(case, errors):
+    confident = case["std"] > 100
+    assert errors["loss"] < 1e-6, (case, errors)
+    assert errors["per_token"] < (2e-3 if confident else 2e-6), (case, errors)
+    assert errors["lse"] < (2e-3 if confident else 2e-6), (case, errors)
+    assert errors["ignored"] == 0, (case, errors)
+    assert errors["hidden"] < 1.1, (case, errors)
+    # with all of a row's weight on one wrong token, rounding factor * x counts once more
+    assert errors["weight"] < (1.5 if confident else 1.1), (case, errors)
+
+
 @pytest.mark.slow
 def test_interpreted_kernels_match_float64():
     pytest.importorskip("triton")
-    plain = {"std": 1.0, "softcap": None, "chunk_rows": 40, "factor": 1.0}
-    cases = [
-        plain | {"chunk_rows": 32, "factor": 1 / 3},
-        plain | {"softcap": 2.0},
-        plain | {"std": 300.0},  # sums overflow with shift 0: every tile is corrected
-    ]
-    command = [sys.executable, str(HERE / "interpreted.py"), json.dumps(cases)]
-    root = HERE.parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    for case, errors in zip(cases, json.loads(done.stdout), strict=True):
-        confident = case["std"] > 100
-        assert errors["loss"] < 1e-6, (case, errors)
-        assert errors["per_token"] < (2e-3 if confident else 2e-6), (case, errors)
-        assert errors["lse"] < (2e-3 if confident else 2e-6), (case, errors)
-        assert errors["ignored"] == 0, (case, errors)
-        assert errors["hidden"] < 1.1, (case, errors)
-        # with all of a row's weight on one wrong token, rounding factor * x counts once more
-        assert errors["weight"] < (1.5 if confident else 1.1), (case, errors)
+    process = interpret(CASES)
+    output, problems = process.communicate()
+    assert process.returncode == 0, problems[-2000:]
+    for case, errors in zip(CASES, json.loads(output), strict=True):
+        assert_interpreted(case, errors)
+
+
+@pytest.mark.slow
+def test_interpreted_kernels_on_two_shards_match_float64(tmp_path):
+    pytest.importorskip("triton")
+    processes = [interpret(CASES, rank, 2, tmp_path) for rank in range(2)]
+    for rank, process in enumerate(processes):
+        _, problems = process.communicate()
+        assert process.returncode == 0, problems[-2000:]
+        results = json.loads((tmp_path / f"{rank}.json").read_text())
+        for case, errors in zip(CASES, results, strict=True):
+            assert_interpreted(case, errors)
 
 
 def run(head, factor=1.0, **changes):
