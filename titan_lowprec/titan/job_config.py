@@ -85,7 +85,7 @@ class Loss:
 
     impl: Literal["logits_fp32", "logits_bf16", "linear_chunked"] = "logits_fp32"
     """fp32 reductions over logits; the bf16 log-softmax of before (ablation); or head and loss in
-    one chunked op that never holds all logits."""
+    one chunked op that never holds all logits, nor under tensor parallelism the whole head."""
 
     chunk_rows: int = 1024
     """Rows (tokens) per chunk of ``linear_chunked``. Multiple of 128; 1024 to 2048 is fastest."""

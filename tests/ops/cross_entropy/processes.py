@@ -42,6 +42,23 @@ def run_sharded(cases, ranks, folder, *, backend="gloo", device="cpu"):
     return {name: [Result(**results[name]) for results in per_rank] for name in cases}
 
 
+def assert_whole(head, factor, results, times_floor):
+    """Values equal on all ranks and to float64; gradients at most 1.1 roundings off."""
+    truth = head.truth(factor)
+    for result in results:
+        loss, per_token, lse = result.values
+        assert abs(loss.double() / truth["loss"] - 1) < 1e-6
+        torch.testing.assert_close(per_token.double(), truth["per_token"], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse.double(), truth["lse"], rtol=2e-6, atol=2e-6)
+        for a, b in zip(result.values, results[0].values, strict=True):
+            assert torch.equal(a, b)
+        assert torch.equal(result.grad_hidden, results[0].grad_hidden)
+    weight = torch.cat([result.grad_weight for result in results])
+    assert weight.dtype == results[0].grad_hidden.dtype == head.hidden.dtype
+    assert times_floor(results[0].grad_hidden, truth["hidden"]) < 1.1
+    assert times_floor(weight, truth["weight"]) < 1.1
+
+
 def _worker(rank, ranks, folder, backend, device):
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -277,20 +277,8 @@ def test_opcheck(make_head, need):
     hidden, weight = head.leaves()
     hidden.requires_grad_(need[0])
     weight.requires_grad_(need[1])
-    arguments = (
-        hidden,
-        weight,
-        head.labels,
-        None,
-        -100,
-        8,
-        0.0,
-        None,
-        "reference",
-        None,
-        *need,
-        False,
-    )
+    options = (-100, 8, 0.0, None, "reference", None)
+    arguments = (hidden, weight, head.labels, None, *options, *need, False)
     torch.library.opcheck(OP, arguments)
 
 

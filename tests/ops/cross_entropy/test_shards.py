@@ -6,7 +6,7 @@ import zlib
 import pytest
 import torch
 
-from tests.ops.cross_entropy.processes import run_sharded
+from tests.ops.cross_entropy.processes import assert_whole, run_sharded
 from titan_lowprec.ops.cross_entropy.api import VocabularyShard, linear_cross_entropy
 
 V = 517  # divisible by neither 2 nor 3
@@ -74,23 +74,6 @@ def outcome(request, cases, tmp_path_factory):
         return head, extra.get("factor", 1.0), results[name]
 
     return of
-
-
-def assert_whole(head, factor, results, times_floor):
-    """Values equal on all ranks and to float64; gradients at most 1.1 roundings off."""
-    truth = head.truth(factor)
-    for result in results:
-        loss, per_token, lse = result.values
-        assert abs(loss.double() / truth["loss"] - 1) < 1e-6
-        torch.testing.assert_close(per_token.double(), truth["per_token"], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(lse.double(), truth["lse"], rtol=2e-6, atol=2e-6)
-        for a, b in zip(result.values, results[0].values, strict=True):
-            assert torch.equal(a, b)
-        assert torch.equal(result.grad_hidden, results[0].grad_hidden)
-    weight = torch.cat([result.grad_weight for result in results])
-    assert weight.dtype == results[0].grad_hidden.dtype == head.hidden.dtype
-    assert times_floor(results[0].grad_hidden, truth["hidden"]) < 1.1
-    assert times_floor(weight, truth["weight"]) < 1.1
 
 
 EXACT = (
@@ -248,56 +231,3 @@ def test_opcheck_of_a_shard(make_head, one_rank):
     arguments = (*head.leaves(), head.labels, None, -100, 8, 0.0, None)
     op = torch.ops.titan_lowprec.linear_cross_entropy_forward.default
     torch.library.opcheck(op, (*arguments, "reference", shard, True, True, False))
-
-
-def gpu_cases(make_head):
-    plain = make_head(3001, 256, 8191)
-    softcap = make_head(1100, 128, 5003, std=2.0, weighted=True, z_loss=1e-2, softcap=3.0)
-    one_shard = make_head(700, 128, 5003, ignored=0.0)
-    one_shard.labels %= 100
-    return {
-        "plain": (plain, {"chunk_rows": 1024}, {"factor": 1 / 3}),
-        "one chunk": (plain, {"chunk_rows": 4096}, {"factor": 1 / 3}),
-        "options": (softcap, {"chunk_rows": 512}, {"factor": 0.3}),
-        "labels on the first shard": (one_shard, {"chunk_rows": 512}, {}),
-        "V=50257": (make_head(700, 128, 50_257), {"chunk_rows": 512}, {}),
-        "V=163841": (make_head(700, 128, 163_841), {"chunk_rows": 512}, {}),
-    }
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("backend", "ranks"),
-    [("nccl", 1), ("gloo", 2), ("gloo", 3), ("nccl", 2)],
-    ids=lambda value: str(value),
-)
-def test_gpu_shards_are_exact(make_head, times_floor, tmp_path, backend, ranks):
-    """gloo's processes share one GPU; NCCL needs one each."""
-    pytest.importorskip("triton")
-    if backend == "nccl" and torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
-    cases = {
-        name: (head, {"impl": "triton"} | changes, extra | {"graph": backend == "nccl"})
-        for name, (head, changes, extra) in gpu_cases(make_head).items()
-    }
-    extreme = make_head(600, 128, 5003, std=200.0)
-    extreme.hidden[:300] *= 0.01  # these tiles need no correction
-    cases["extreme"] = (extreme, {"impl": "triton", "chunk_rows": 512}, {})
-    nothing = make_head(700, 64, 5003, ignored=1.1)
-    cases["all ignored"] = (nothing, {"impl": "triton", "chunk_rows": 512}, {})
-    results = run_sharded(cases, ranks, tmp_path, backend=backend, device="cuda")
-    for name, of_ranks in results.items():
-        assert all(result.again == result.replayed == [] for result in of_ranks), name
-    for result in results.pop("all ignored"):
-        assert result.values[0] == 0
-        assert not result.grad_hidden.any() and not result.grad_weight.any()
-    of_ranks, truth = results.pop("extreme"), extreme.truth()
-    weight = torch.cat([result.grad_weight for result in of_ranks])
-    assert (weight.double() - truth["weight"]).norm() < 4e-3 * truth["weight"].norm()
-    for result in of_ranks:
-        assert abs(result.values[0].double() / truth["loss"] - 1) < 1e-6
-        error = (result.grad_hidden.double() - truth["hidden"]).norm()
-        assert error < 4e-3 * truth["hidden"].norm()
-    for name, of_ranks in results.items():
-        head, _, extra = cases[name]
-        assert_whole(head, extra.get("factor", 1.0), of_ranks, times_floor)
