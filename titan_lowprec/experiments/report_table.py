@@ -46,11 +46,11 @@ def number(value: float | None, form: str) -> str:
     return MISSING if value is None else format(value, form)
 
 
-def interval(value: Estimate | None) -> str:
-    """``low to high``, or a dash where one seed gives none."""
+def interval(value: Estimate | None, *, digits: int = 4) -> str:
+    """``low to high``, or a dash where one value gives none."""
     if value is None or value.low is None or value.high is None:
         return MISSING
-    return f"{value.low:+.4f} to {value.high:+.4f}"
+    return f"{value.low:+.{digits}f} to {value.high:+.{digits}f}"
 
 
 def notes(results: Results, folder: Path) -> list[str]:
