@@ -8,7 +8,7 @@ import torch.nn as nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from titan_lowprec.titan.check_config import ConfigError
-from titan_lowprec.titan.conversion import check_conversion
+from titan_lowprec.titan.conversion import check_conversion, kept_names
 from titan_lowprec.titan.llama3.args import FLAVORS
 from titan_lowprec.titan.llama3.model import LowprecLlama
 
@@ -39,3 +39,13 @@ def test_converted_layers_are_accepted(model):
         module_filter_fn=lambda module, name: type(module) is nn.Linear,
     )
     check_conversion(model, config("float8"))
+
+
+def test_kept_layers_are_named_once_for_all_blocks(model):
+    def chosen(module, name):
+        return type(module) is nn.Linear and "attention.wk" not in name
+
+    convert_to_float8_training(
+        model, config=Float8LinearConfig(emulate=True), module_filter_fn=chosen
+    )
+    assert kept_names(model) == ["layers.*.attention.wk", "output"]

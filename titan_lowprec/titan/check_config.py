@@ -10,6 +10,7 @@ from titan_lowprec.titan.config_ranges import range_problems
 from titan_lowprec.titan.config_rules import MODEL_RULES
 from titan_lowprec.titan.config_run_rules import RUN_RULES
 from titan_lowprec.titan.config_types import Job, Problem, type_problems
+from titan_lowprec.titan.conversion_rules import CONVERSION_RULES
 from titan_lowprec.titan.dflash.rules import DRAFT_RULES
 from titan_lowprec.titan.graph_rules import GRAPH_RULES
 
@@ -57,7 +58,7 @@ def find_problems(job_config: JobConfig, *, device_type: str, world_size: int) -
             problems.append(unknown_model(job_config))
     yield from problems
     job = Job(job_config, device_type, world_size, model_args)
-    for rule in (*MODEL_RULES, *RUN_RULES, *DRAFT_RULES, *GRAPH_RULES):
+    for rule in (*MODEL_RULES, *RUN_RULES, *DRAFT_RULES, *GRAPH_RULES, *CONVERSION_RULES):
         if not touches(rule.keys, problems):
             yield from rule.check(job)
 

@@ -1,5 +1,6 @@
 """What ``model.converters`` did to the model's linear layers."""
 
+import re
 from collections import Counter
 
 import torch.nn as nn
@@ -29,5 +30,15 @@ def check_conversion(model: nn.Module, job_config: MergedJobConfig) -> None:
         )
     logger.info(
         f"model.converters={converters}: {kinds.total() - unchanged} linear layers converted, "
-        f"{unchanged} kept ({dict(kinds)})"
+        f"{unchanged} kept ({dict(kinds)}); kept: {', '.join(kept_names(model)) or 'none'}"
     )
+
+
+def kept_names(model: nn.Module) -> list[str]:
+    """Linear layers that no converter changed, the layers of all blocks under one name."""
+    kept = {
+        re.sub(r"\blayers\.\d+\.", "layers.*.", name)
+        for name, module in model.named_modules()
+        if type(module) in (nn.Linear, LowprecHead)
+    }
+    return sorted(kept)

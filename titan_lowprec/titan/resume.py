@@ -32,6 +32,9 @@ def run_identity(job_config: MergedJobConfig, *, global_batch_size: int) -> dict
     sections["model"] = {
         key: getattr(job_config.model, key) for key in ("name", "flavor", "converters")
     }
+    if job_config.model.converters:
+        linear = job_config.quantize.linear
+        sections["quantize.linear"] = {"float8": asdict(linear.float8), "mx": asdict(linear.mx)}
     sections["training"] = {key: getattr(job_config.training, key) for key in TRAINING_KEYS}
     sections["training"]["global_batch_size"] = global_batch_size
     return {
