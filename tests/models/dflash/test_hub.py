@@ -1,58 +1,14 @@
 """The exported folder, read by a forward pass that knows only the specification and the files."""
 
 import json
-import math
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.models.dflash.independent import independent_block
 from titan_lowprec.models.dflash.hub import args_from_hub, export_draft, hub_config
 from titan_lowprec.models.dflash.model import DraftModel
-
-
-def independent_block(folder, features_SO, embedded_PE):
-    """One block after a context, in float64, from files alone; names as published code has them."""
-    config = json.loads((folder / "config.json").read_text())
-    w = {name: t.double() for name, t in load_file(folder / "model.safetensors").items()}
-    eps, D = config["rms_norm_eps"], config["head_dim"]
-    H, J = config["num_attention_heads"], config["num_key_value_heads"]
-    S, P = len(features_SO), len(embedded_PE)
-
-    def norm(x, name):
-        return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * w[f"{name}.weight"]
-
-    def rotate(x, position):
-        out = torch.empty_like(x)
-        for i in range(D // 2):
-            angle = position.double() / config["rope_theta"] ** (2 * i / D)
-            cos, sin = angle.cos()[:, None], angle.sin()[:, None]
-            a, b = x[..., i], x[..., i + D // 2]
-            out[..., i], out[..., i + D // 2] = a * cos - b * sin, b * cos + a * sin
-        return out
-
-    context = norm(features_SO.double() @ w["fc.weight"].T, "hidden_norm")
-    position = torch.arange(S + P)
-    x = embedded_PE.double()
-    for n in range(config["num_hidden_layers"]):
-        at = f"layers.{n}.self_attn"
-        h = norm(x, f"layers.{n}.input_layernorm")
-        both = torch.cat((context, h))
-        q = (h @ w[f"{at}.q_proj.weight"].T).view(P, H, D)
-        k = (both @ w[f"{at}.k_proj.weight"].T).view(S + P, J, D)
-        v = (both @ w[f"{at}.v_proj.weight"].T).view(S + P, J, D)
-        q, k = norm(q, f"{at}.q_norm"), norm(k, f"{at}.k_norm")
-        q, k = rotate(q, position[S:]), rotate(k, position)
-        out = torch.empty(P, H, D, dtype=torch.float64)
-        for head in range(H):
-            group = head // (H // J)
-            weight = (q[:, head] @ k[:, group].T / math.sqrt(D)).softmax(-1)
-            out[:, head] = weight @ v[:, group]
-        x = x + out.flatten(1) @ w[f"{at}.o_proj.weight"].T
-        h = norm(x, f"layers.{n}.post_attention_layernorm")
-        gate, up = (h @ w[f"layers.{n}.mlp.{p}_proj.weight"].T for p in ("gate", "up"))
-        x = x + (gate * gate.sigmoid() * up) @ w[f"layers.{n}.mlp.down_proj.weight"].T
-    return norm(x, "norm")
 
 
 def test_export_is_the_draft_for_code_that_knows_only_the_files(
@@ -66,7 +22,9 @@ def test_export_is_the_draft_for_code_that_knows_only_the_files(
     batch = make_batch(args, (6, 12), tokens=20, anchors=make_anchors((10,)))
     ours = batch.hidden(model, tables)[0]
     embedded = tables.embed(batch.blocks.input_BT)[0]
-    theirs = independent_block(tmp_path, batch.features[0, 6:10], embedded)
+    config = json.loads((tmp_path / "config.json").read_text())
+    weights = {n: t.double() for n, t in load_file(tmp_path / "model.safetensors").items()}
+    theirs = independent_block(config, weights, batch.features[0, 6:10], embedded)
     torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
 
 

@@ -181,7 +181,7 @@ def attention(job: Job) -> Iterator[Problem]:
     if impl.startswith("flex") and job.device_type == "cpu":
         needs = "be auto or reference on a CPU, where FlexAttention has no backward pass"
         yield Problem("dflash.attention", needs, impl, "set it to auto")
-    if impl == "flex_bf16" and job.config.training.mixed_precision_param != "bfloat16":
+    elif impl == "flex_bf16" and job.config.training.mixed_precision_param != "bfloat16":
         needs = "not be flex_bf16 with training.mixed_precision_param=float32"
         yield Problem("dflash.attention", needs, impl, "use flex_fp32_ieee")
 

@@ -1,0 +1,65 @@
+"""A recipe of a tiny draft over a random target, in the test's own process."""
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from titan_lowprec import _autoload
+
+_autoload.assume_cpu_without_accelerator()
+
+import torch  # noqa: E402
+
+import titan_lowprec.titan.register  # noqa: E402, F401
+from titan_lowprec.titan.check_config import find_problems  # noqa: E402
+from titan_lowprec.titan.dflash.args import FLAVORS  # noqa: E402
+from titan_lowprec.titan.dflash.target import build_target  # noqa: E402
+from titan_lowprec.titan.validate import load_recipe  # noqa: E402
+
+SMALL = str(Path(__file__).with_name("small.toml"))
+
+
+@pytest.fixture
+def parse(tmp_path):
+    """``parse(*overrides)`` is the small recipe's configuration, in a folder of the test's."""
+    return lambda *overrides: load_recipe(SMALL, [f"--job.dump_folder={tmp_path}", *overrides])
+
+
+@pytest.fixture
+def problems():
+    """Problems of a configuration, as text."""
+
+    def find(config, device_type="cpu", world_size=1):
+        found = find_problems(config, device_type=device_type, world_size=world_size)
+        return [str(problem) for problem in found]
+
+    return find
+
+
+@pytest.fixture
+def resolve():
+    """Arguments of a configuration's flavor, resolved; the shared flavor is left alone."""
+
+    def resolved(config):
+        args = copy.deepcopy(FLAVORS[config.model.flavor])
+        args.update_from_config(config)
+        return args
+
+    return resolved
+
+
+@pytest.fixture
+def make_target(resolve):
+    """A configuration's target in fp32 on the CPU."""
+
+    def make(config, max_positions=128):
+        return build_target(
+            resolve(config),
+            config,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            max_positions=max_positions,
+        )
+
+    return make
