@@ -3,10 +3,10 @@
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader as dcp
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -104,6 +104,11 @@ def load_model(run: SavedRun, *, device: torch.device, seq_len: int = 0) -> Lowp
         dcp.load(state, checkpoint_id=str(run.weights))
         model.load_state_dict(state)
     return model.eval()
+
+
+def args_of(model: LowprecLlama) -> LowprecLlamaArgs:
+    """The model's arguments, which TorchTitan types as its own."""
+    return cast(LowprecLlamaArgs, model.model_args)
 
 
 def cast_parameters(model: LowprecLlama, config: MergedJobConfig) -> None:

@@ -10,7 +10,7 @@ from torchtitan.tools.logging import logger
 
 from titan_lowprec.experiments.evaluation import LossResult
 from titan_lowprec.ops.attention.spec import AttentionSpec
-from titan_lowprec.titan.checkpoints import SavedRun, cast_parameters, load_model
+from titan_lowprec.titan.checkpoints import SavedRun, args_of, cast_parameters, load_model
 from titan_lowprec.titan.dataloader import validation_batches_of
 from titan_lowprec.titan.llama3.model import LowprecAttention, LowprecLlama
 from titan_lowprec.titan.loss import IGNORE_INDEX, build_loss, loss_sum_of_batch
@@ -47,7 +47,7 @@ def evaluate(
     model = load_model(run, device=device, seq_len=settings.validation.seq_len)
     cast_parameters(model, run.config)
     for name in attentions:
-        set_attention(model, plan_of(run.config, name, head_dim=model.model_args.head_dim))
+        set_attention(model, plan_of(run.config, name, head_dim=args_of(model).head_dim))
         yield measure(model, settings, run=run, attention=name, device=device)
 
 

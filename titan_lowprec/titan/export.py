@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 
 from titan_lowprec.data.bundled import resolve_path
-from titan_lowprec.titan.checkpoints import SavedRun, load_model
+from titan_lowprec.titan.checkpoints import SavedRun, args_of, load_model
 from titan_lowprec.titan.llama3.args import LowprecLlamaArgs
 from titan_lowprec.titan.llama3.model import LowprecLlama
 from titan_lowprec.titan.llama3.state_dict import LowprecLlamaStateDictAdapter
@@ -33,7 +33,7 @@ def export_hugging_face(run: SavedRun, folder: Path) -> None:
         raise ValueError(f"{folder}: must be new or empty, holds files; name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     model = load_model(run, device=torch.device("cpu"))
-    args = model.model_args
+    args = args_of(model)
     tensors = LowprecLlamaStateDictAdapter(args, None).to_hf(model.state_dict())
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})

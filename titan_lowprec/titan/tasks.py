@@ -14,7 +14,7 @@ import torch
 
 from titan_lowprec.experiments.evaluation import TaskResult
 from titan_lowprec.shapes import Float, Int, Tensor
-from titan_lowprec.titan.checkpoints import SavedRun, cast_parameters, load_model
+from titan_lowprec.titan.checkpoints import SavedRun, args_of, cast_parameters, load_model
 from titan_lowprec.titan.evaluate import plan_of, set_attention
 from titan_lowprec.titan.export import export_hugging_face
 
@@ -78,7 +78,7 @@ def language_model(run: SavedRun, exported: Path, attention: str, *, device: tor
         return huggingface(**options)
     model = load_model(run, device=device, seq_len=LONGEST_PROMPT_TOKENS)
     cast_parameters(model, run.config)
-    set_attention(model, plan_of(run.config, attention, head_dim=model.model_args.head_dim))
+    set_attention(model, plan_of(run.config, attention, head_dim=args_of(model).head_dim))
 
     class OurModel(huggingface):
         """Requests, tokenizer and scores of lm-eval, logits of our model."""
