@@ -1,8 +1,13 @@
 """A replayed microbatch equals an eager one in every bit, whatever documents it holds."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
+from tests.titan.conftest import ROOT
 from tests.titan.trainers import DOCUMENTS, TOKENS, batch, running_trainer
 from titan_lowprec.titan.graph import OverCapacity
 
@@ -152,3 +157,27 @@ def test_a_run_with_graph_and_validation_equals_the_run_without(tmp_path):
         assert left["loss"] == right["loss"]
         assert left.get("grad_norm") == right.get("grad_norm")
     assert graph[-2]["graph_replays"] == 12  # 8 steps of 2 microbatches, 2 steps eager
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("layout", ["shard", "replicate"])
+@pytest.mark.parametrize("compiled", ["compile", "eager"])
+def test_two_processes_replay_what_they_compute_eagerly(tmp_path, layout, compiled):
+    options = [f"--parallelism.data_parallel_{layout}_degree=2"]
+    if layout == "replicate":
+        options.append("--parallelism.data_parallel_shard_degree=1")
+    if compiled == "compile":
+        options += ["--compile.enable", "--compile.components=model"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "-m"]
+    result = subprocess.run(
+        [*command, "tests.titan.graph_processes", str(tmp_path / "run"), *options],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        text=True,
+        timeout=200,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("REPLAY EQUALS EAGER") == 2

@@ -43,13 +43,17 @@ COMMON = (
 
 @contextmanager
 def running_trainer(folder, *overrides):
-    """A trainer of the small recipe with a model of head dimension 64; closed at the end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    single = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    os.environ.update({k: str(v) for k, v in single.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    """A trainer of the small recipe with a model of head dimension 64; closed at the end.
+
+    One process, or one of those that ``torchrun`` started.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        single = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+        os.environ.update({k: str(v) for k, v in single.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     FLAVORS[FLAVOR] = dataclasses.replace(ARGS)
     arguments = [
         f"--job.config_file={SMALL}",
