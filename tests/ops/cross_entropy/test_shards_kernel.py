@@ -21,29 +21,24 @@ def gpu_cases(make_head):
     }
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("backend", "ranks"),
-    [("nccl", 1), ("gloo", 2), ("gloo", 3), ("nccl", 2)],
-    ids=lambda value: str(value),
-)
-def test_gpu_shards_are_exact(make_head, times_floor, tmp_path, backend, ranks):
-    """gloo's processes share one GPU; NCCL needs one each."""
-    pytest.importorskip("triton")
-    if backend == "nccl" and torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
-    cases = {
-        name: (head, {"impl": "triton"} | changes, extra | {"graph": backend == "nccl"})
-        for name, (head, changes, extra) in gpu_cases(make_head).items()
-    }
+def trap_cases(make_head):
     extreme = make_head(600, 128, 5003, std=200.0)
     extreme.hidden[:300] *= 0.01  # these tiles need no correction
-    cases["extreme"] = (extreme, {"impl": "triton", "chunk_rows": 512}, {})
-    nothing = make_head(700, 64, 5003, ignored=1.1)
-    cases["all ignored"] = (nothing, {"impl": "triton", "chunk_rows": 512}, {})
-    results = run_sharded(cases, ranks, tmp_path, backend=backend, device="cuda")
-    for name, of_ranks in results.items():
-        assert all(result.again == result.replayed == [] for result in of_ranks), name
+    bad = make_head(700, 64, 5003, ignored=0.0)
+    bad.labels[5] = 5003
+    return {
+        "extreme": (extreme, {"chunk_rows": 512}, {}),
+        "all ignored": (make_head(700, 64, 5003, ignored=1.1), {"chunk_rows": 512}, {}),
+        "bad label": (bad, {"chunk_rows": 512}, {}),
+    }
+
+
+def check_traps(extreme, results):
+    """Take the results of `trap_cases` out of ``results`` and look at them."""
+    for result in results.pop("bad label"):
+        assert result.values[0].isnan()
+        assert result.values[1].isnan().nonzero().flatten().tolist() == [5]
+        assert result.grad_hidden.isnan().any() and result.grad_weight.isnan().any()
     for result in results.pop("all ignored"):
         assert result.values[0] == 0
         assert not result.grad_hidden.any() and not result.grad_weight.any()
@@ -54,6 +49,28 @@ def test_gpu_shards_are_exact(make_head, times_floor, tmp_path, backend, ranks):
         assert abs(result.values[0].double() / truth["loss"] - 1) < 1e-6
         error = (result.grad_hidden.double() - truth["hidden"]).norm()
         assert error < 4e-3 * truth["hidden"].norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("backend", "ranks"),
+    [("nccl", 1), ("gloo", 2), ("gloo", 3), ("nccl", 2)],
+    ids=lambda value: str(value),
+)
+def test_gpu_shards_are_exact(make_head, times_floor, tmp_path, backend, ranks):
+    """gloo's processes share one GPU; NCCL needs one each, and is captured in CUDA graphs."""
+    pytest.importorskip("triton")
+    if backend == "nccl" and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    cases = {
+        name: (head, changes, extra | {"graph": backend == "nccl"})
+        for name, (head, changes, extra) in gpu_cases(make_head).items()
+    } | trap_cases(make_head)
+    for _, changes, _ in cases.values():
+        changes["impl"] = "triton"
+    results = run_sharded(cases, ranks, tmp_path, backend=backend, device="cuda")
+    check_traps(cases["extreme"][0], results)
     for name, of_ranks in results.items():
+        assert all(result.again == result.replayed == [] for result in of_ranks), name
         head, _, extra = cases[name]
         assert_whole(head, extra.get("factor", 1.0), of_ranks, times_floor)
