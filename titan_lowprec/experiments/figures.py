@@ -12,6 +12,8 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C
 """Distinguishable with colour-blindness (Okabe and Ito), the baseline apart, on top."""
 BASELINE_COLORS = ("#222222", "#777777", "#aaaaaa")
 DASHES = ("-", ":", "-.")
+FEW_POINTS = 12
+"""Curves with at most so many points show them."""
 AXIS_LABELS = {"step": "optimizer step", "valid_tokens_seen": "valid tokens"}
 
 
@@ -37,7 +39,7 @@ def draw(axes: Any, panel: Panel, curves: tuple[Curve, ...], results: Results) -
         thick = curve.seed is None or curve.arm not in averaged
         xs, ys = zip(*curve.points, strict=True)
         front = 3 if curve.arm in results.matrix.baselines.values() else 2
-        few = panel.kind == "validation" or len(xs) < 3
+        few = panel.kind == "validation" or len(xs) <= FEW_POINTS
         axes.plot(
             xs,
             ys,
@@ -57,12 +59,23 @@ def draw(axes: Any, panel: Panel, curves: tuple[Curve, ...], results: Results) -
         limit = results.matrix.acceptable_difference
         axes.axhline(limit, color="0.6", linewidth=0.8, linestyle=":")
         axes.set_ylim(low, high)  # a far limit must not flatten the curves
+    elif {y for curve in curves for _, y in curve.points} == {0.0}:
+        axes.set_ylim(-0.05, 1)  # nothing happened, and nothing is negative
+    axes.xaxis.set_major_formatter(thousands)
     axes.set_title(panel.title, fontsize=10, loc="left")
     axes.set_xlabel(AXIS_LABELS[panel.axis], fontsize=9)
     axes.set_ylabel(panel.unit, fontsize=9)
     axes.tick_params(labelsize=8)
     axes.grid(color="0.92", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def thousands(value: float, _: int) -> str:
+    """A tick of steps or tokens: 500, 20k, 1.5M."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
 
 
 def panel_svg(panel: Panel, results: Results) -> str | None:

@@ -23,7 +23,9 @@ body { margin: 0 auto; max-width: 1240px; padding: 16px; background: #fff; color
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; margin: 0 0 4px; overflow-wrap: anywhere; }
 h2 { font-size: 1.1rem; margin: 28px 0 8px; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto;
+  background: linear-gradient(to left, #fff 40%, #fff0) right / 40px 100% no-repeat local,
+    linear-gradient(to left, #0003, #0000) right / 12px 100% no-repeat scroll; }
 table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
 th, td { padding: 5px 12px 5px 0; text-align: left; border-bottom: 1px solid #e3e6ea;
   white-space: nowrap; }
@@ -34,7 +36,7 @@ th:first-child, td:first-child { position: sticky; left: 0; background: #fff; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 18px; padding: 0; list-style: none; }
 .legend svg { vertical-align: middle; margin-right: 6px; }
 .panels { display: grid; gap: 16px;
-  grid-template-columns: repeat(auto-fill, minmax(min(100%, 380px), 1fr)); }
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 500px), 1fr)); }
 .panels img { width: 100%; height: auto; }
 ul { padding-left: 20px; } li { overflow-wrap: anywhere; }
 .none { color: #58616b; }
@@ -125,6 +127,8 @@ def section_html(section: Section, results: Results) -> str:
         data = base64.b64encode(svg.encode()).decode()
         images += f'<img alt="{escape(panel.title)}" src="data:image/svg+xml;base64,{data}">'
     text = f"<h2>{escape(section.title)}</h2>"
+    if section.note and images:
+        text += f'<p class="none">{escape(section.note)}</p>'
     if images:
         text += f'<div class="panels">{images}</div>'
     for panel in missing:

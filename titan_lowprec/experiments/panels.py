@@ -30,6 +30,8 @@ class Section:
 
     title: str
     panels: tuple[Panel, ...]
+    note: str = ""
+    """What a reader of the panels must know."""
 
 
 def health(title: str, family: str, unit: str) -> Panel:
@@ -120,6 +122,8 @@ SECTIONS: tuple[Section, ...] = (
             health("Range of scale exponents, widest layer", "quantisation/exponent_range", "bits"),
             health("Flushed to zero in dS, worst layer", "quantisation/ds_flushed", SHARE),
         ),
+        "On a slice of every layer's own operands, every metrics.health_every steps. Output error: "
+        "to the exact (fp32) attention of the same operands. dS: under a gradient from N(0, 1).",
     ),
     Section(
         "Causality",
@@ -134,6 +138,9 @@ SECTIONS: tuple[Section, ...] = (
             ),
             health("Largest change of an earlier row", "causality/relative_change", "relative L2"),
         ),
+        "All tokens from the middle of a 32-token block on are redrawn at a size of 1e6, and "
+        "earlier rows of O, LSE and dQ are compared in bits. With one exponent per block "
+        "(attention.scales = token_block), rows of that block may change; rows before it must not.",
     ),
     Section(
         "Data",
