@@ -10,6 +10,9 @@ import time
 
 import pytest
 
+from tests.experiments.conftest import HEAD, Workshop
+from titan_lowprec.experiments.report_table import table_rows
+from titan_lowprec.experiments.results import load_histories, summarise
 from titan_lowprec.experiments.run_state import (
     failure_reason,
     is_locked,
@@ -27,6 +30,7 @@ from titan_lowprec.experiments.runner import (
     to_do,
     train_command,
 )
+from titan_lowprec.titan.metrics_file import read_metrics
 
 
 def statuses(runs):
@@ -59,7 +63,8 @@ def test_retried_run_continues_from_its_checkpoint(workshop):
     good, shown = workshop.sweep(runs[:1])
     assert good and "continues, had reached step 2" in shown[0]
     lines = (runs[0].folder / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
+    records = [json.loads(line) for line in lines]
+    assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2, 3, 4, 5]
     assert read_state(runs[0]).attempts == 2
 
 
@@ -76,12 +81,7 @@ def test_stop_interrupts_runs_and_the_next_start_resumes_them(workshop):
     runs = workshop.saved()
     stop = threading.Event()
 
-    def when_it_hangs():
-        while last_step(runs[0].folder) < 2:
-            time.sleep(0.01)
-        stop.set()
-
-    watcher = threading.Thread(target=when_it_hangs)
+    watcher = threading.Thread(target=stop_at_step, args=(stop, runs[0], 2))
     watcher.start()
     good, shown = workshop.sweep(runs, stop=stop, behaviour={"recipe=bf16": "hang"})
     watcher.join()
@@ -124,6 +124,45 @@ def test_time_left_comes_from_the_pace_of_the_sweep(workshop):
     _, shown = workshop.sweep(runs[:2])
     after_one = next(line for line in shown if line.startswith("1/2"))
     assert "time left: 0:00:0" in after_one  # five steps took well under ten seconds
+
+
+FOUR_ARMS = """
+[axes]
+"attention.recipe" = ["bf16", "mxfp8"]
+"attention.scales" = ["token_block", "token"]
+"""
+
+
+@pytest.mark.slow
+def test_a_sweep_of_eight_runs_that_is_stopped_half_way_and_resumed_has_the_unbroken_table(
+    tmp_path,
+):
+    text = HEAD.replace('"recipe=bf16"', '"recipe=bf16,scales=token"') + FOUR_ARMS
+    tables = []
+    for name in ("unbroken", "broken"):
+        (tmp_path / name).mkdir()
+        workshop = Workshop(tmp_path / name)
+        runs = workshop.saved(text)
+        assert len(runs) == 8
+        if name == "broken":
+            stop = threading.Event()
+            hanging = runs[4]  # the third arm, so that others have finished
+            threading.Thread(target=stop_at_step, args=(stop, hanging, 2)).start()
+            workshop.sweep(runs, stop=stop, slots=2, behaviour={hanging.arm: "hang"})
+            states = statuses(runs)
+            assert "interrupted" in states and "finished" in states and "new" in states
+        assert workshop.sweep(to_do(runs, retry_failed=False), slots=2)[0]
+        results = summarise(workshop.matrix(text), load_histories(runs, read_metrics))
+        tables.append(table_rows(results))
+    assert tables[0] == tables[1]
+    assert {row[2] for row in tables[0]} == {"2/2"} and len({row[3] for row in tables[0]}) == 4
+
+
+def stop_at_step(stop, run, step):
+    """Set the event as soon as a run has reached a step."""
+    while last_step(run.folder) < step:
+        time.sleep(0.01)
+    stop.set()
 
 
 def test_steps_that_a_resumed_run_repeats_count_for_the_pace(workshop, monkeypatch):
