@@ -177,7 +177,7 @@ def test_sigterm_saves_and_the_run_continues(train):
     assert resumed.column("step") == list(range(1, last + 3))
 
 
-def wait_for_step(folder, step, *, timeout_s=120):
+def wait_for_step(folder, step, *, timeout_s=600):
     """Wait until a second attempt has recorded a step."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
