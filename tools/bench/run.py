@@ -124,7 +124,7 @@ def prepare(
     try:
         workload = implementation.prepare(case, inputs)
         error = float(workload.error())
-    except (RuntimeError, ValueError, NotImplementedError, ImportError) as failure:
+    except (RuntimeError, ValueError, TypeError, AttributeError, ImportError) as failure:
         reason = f"{type(failure).__name__}: {str(failure)[:300]}"
         return {"correct": False, "error": None, "reason": reason}, None
     passed = error <= workload.tolerance
