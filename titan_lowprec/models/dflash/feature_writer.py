@@ -80,8 +80,8 @@ class FeatureWriter:
         where = f"batch {self.batches + self._pending_batches} of rank {self.rank}"
         for number, record in enumerate(records):
             what = f"record {number} of {where}"
-            parts = (getattr(record, f.name) for f in fields(record))
-            check_shapes(*parts, self.identity, what=what)
+            parts = tuple(getattr(record, f.name) for f in fields(record))
+            check_shapes(parts, self.identity, what=what)
             check_record(record, self.identity, what=what)
             self._pending.append(record)
         self._pending_batches += 1

@@ -215,9 +215,10 @@ class FeatureReader:
         shard, inside = self.index.shards[where], number - self._first[where]
         names = ("input_ids", "loss_mask", "document_ids", "hidden_states")
         with safe_open(self.folder / shard.file, framework="pt") as file:
-            ids, mask, document, hidden = (file.get_tensor(f"{inside}.{name}") for name in names)
+            parts = tuple(file.get_tensor(f"{inside}.{name}") for name in names)
         what = f"record {inside} of {self.folder / shard.file}"
-        check_shapes(ids, mask, document, hidden, self.index.identity, what=what)
+        check_shapes(parts, self.index.identity, what=what)
+        ids, mask, document, hidden = parts
         record = FeatureRecord(ids.long(), mask.bool(), document.int(), hidden)
         check_record(record, self.index.identity, what=what)
         if len(ids) != shard.lengths[inside]:
@@ -228,18 +229,10 @@ class FeatureReader:
         return record
 
 
-def check_shapes(
-    ids: Tensor,
-    mask: Tensor,
-    document: Tensor,
-    features: Tensor,
-    identity: FeatureIdentity,
-    *,
-    what: str,
-) -> None:
-    """Refuse parts of a record that do not fit one another, as a file may hold them."""
-    shapes = tuple(tuple(part.shape) for part in (ids, mask, document, features))
-    S = len(ids)
+def check_shapes(parts: tuple[Tensor, ...], identity: FeatureIdentity, *, what: str) -> None:
+    """Refuse ids, mask, documents and features of a record that do not fit one another."""
+    shapes = tuple(tuple(part.shape) for part in parts)
+    S = len(parts[0])
     if S == 0 or shapes != ((S,), (S,), (S,), (S, identity.feature_dim)):
         raise ValueError(
             f"features: {what} must have ids, mask and documents of one length (at least 1) and "

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torchtitan.protocols.train_spec import get_train_spec
 from tqdm import tqdm
 
@@ -135,7 +135,7 @@ def load_draft(args: DraftModelArgs, path: Path, *, device: torch.device) -> Dra
     state: dict[str, Any] = model.state_dict()
     try:
         if (path / ".metadata").is_file():
-            dcp.load(state, checkpoint_id=str(path))
+            load_checkpoint(state, checkpoint_id=str(path))
         else:
             files = sorted(path.glob("*.safetensors"))
             if not files:

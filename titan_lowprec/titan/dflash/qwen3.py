@@ -9,7 +9,7 @@ from torchtitan.models.qwen3.model.model import (
     apply_rotary_emb,
 )
 
-from titan_lowprec.ops.attention.api import attention_packed
+from titan_lowprec.ops.attention.api import Impl, attention_packed
 from titan_lowprec.ops.attention.spec import AttentionSpec
 from titan_lowprec.shapes import Float, Int, Int32, Tensor
 from titan_lowprec.titan.specs import AttentionPlan
@@ -21,7 +21,7 @@ class PackedQwen3Attention(Attention):
     def __init__(self, layer_id: int, model_args: Any, plan: AttentionPlan) -> None:
         super().__init__(model_args)
         self.spec = AttentionSpec.decode(plan.layer_spec(layer_id))
-        self.impl = plan.impl
+        self.impl: Impl = plan.impl
 
     def forward(
         self,

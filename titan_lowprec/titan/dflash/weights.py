@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from titan_lowprec.models.dflash.tables import FrozenTables
 from titan_lowprec.shapes import Float, Tensor
@@ -58,7 +60,7 @@ def load_target_weights(model: Any, path: str, *, device: torch.device, seed: in
     state = model.state_dict()
     if kind == "checkpoint":
         try:
-            dcp.load(state, checkpoint_id=path)
+            load_checkpoint(state, checkpoint_id=path)
         except Exception as error:
             raise ValueError(
                 f"dflash.target_path: {path} must be a checkpoint of the flavor's target, got: "
@@ -76,10 +78,10 @@ def load_target_weights(model: Any, path: str, *, device: torch.device, seed: in
 
 
 def _from_hugging_face(model: Any, folder: Path) -> dict[str, Any]:
-    adapter_cls = (
-        LowprecLlamaStateDictAdapter if isinstance(model, LowprecLlama) else Qwen3StateDictAdapter
-    )
-    adapter = adapter_cls(model.model_args, None)
+    args: Any = model.model_args
+    adapter: BaseStateDictAdapter = Qwen3StateDictAdapter(args, None)
+    if isinstance(model, LowprecLlama):
+        adapter = LowprecLlamaStateDictAdapter(args, None)
     tensors: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
@@ -121,13 +123,13 @@ def read_tables(
 
 
 def _checkpoint_tables(path: str) -> tuple[Tensor | None, Tensor | None]:
-    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
     state: dict[str, Any] = {
         name: torch.empty(metadata[name].size, dtype=metadata[name].properties.dtype)  # pyright: ignore
         for name in NATIVE
         if name in metadata
     }
-    dcp.load(state, checkpoint_id=path)
+    load_checkpoint(state, checkpoint_id=path)
     return state.get(NATIVE[0]), state.get(NATIVE[1])
 
 
