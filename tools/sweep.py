@@ -31,14 +31,14 @@ from titan_lowprec.experiments.resolution import Run, differing_keys, resolve_ru
 from titan_lowprec.experiments.results import load_histories, summarise
 
 
-def resolver(processes: int):
-    """Completes a recipe with TorchTitan's parser and checks it for this machine."""
+def resolver(processes: int, *, device: str = "any"):
+    """Completes a recipe with TorchTitan's parser and checks it for this machine, or a GPU."""
     _autoload.assume_cpu_without_accelerator()
     from titan_lowprec.titan.check_config import check_config
     from titan_lowprec.titan.run_record import config_as_toml
     from titan_lowprec.titan.validate import error_text, load_recipe
 
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    device_type = "cuda" if device == "cuda" or torch.cuda.is_available() else "cpu"
 
     def resolve(config: dict) -> dict:
         with tempfile.TemporaryDirectory() as folder:
@@ -70,8 +70,12 @@ def select(runs: tuple[Run, ...], patterns: list[str] | None) -> list[Run]:
     return [run for run in runs if any(fits(run, pattern) for pattern in patterns)]
 
 
-def slots(options: argparse.Namespace, processes: int) -> tuple[runner.Slot, ...]:
+def slots(
+    options: argparse.Namespace, processes: int, *, device: str = "any"
+) -> tuple[runner.Slot, ...]:
     """The machine's GPUs, or its cores."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError('matrix.device is "cuda" and must find a GPU, got none; use --dry-run')
     devices = options.devices or os.environ.get("CUDA_VISIBLE_DEVICES")
     if not devices:
         devices = ",".join(map(str, range(torch.cuda.device_count())))
@@ -112,7 +116,8 @@ def main() -> int:
     options = parser.parse_args()
     try:
         matrix = read_matrix(options.matrix)
-        runs = resolve_runs(matrix, output=options.output, resolve=resolver(matrix.processes))
+        complete = resolver(matrix.processes, device=matrix.device)
+        runs = resolve_runs(matrix, output=options.output, resolve=complete)
         chosen = select(runs, options.only)
         if options.dry_run:
             show_settings(chosen)
@@ -120,7 +125,7 @@ def main() -> int:
         if options.status:
             show_status(chosen)
             return 0
-        places = slots(options, matrix.processes)
+        places = slots(options, matrix.processes, device=matrix.device)
     except (ValueError, OSError) as error:
         print(f"sweep: {error}", file=sys.stderr)
         return 2

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from titan_lowprec.experiments.matrix import read_matrix
 from titan_lowprec.experiments.resolution import resolve_runs
@@ -100,6 +101,17 @@ def test_value_that_the_trainer_refuses_is_refused_with_the_arm(resolve, tmp_pat
         resolve_runs(matrix, output=tmp_path, resolve=resolve)
 
 
+@pytest.mark.slow
+def test_matrix_that_needs_a_gpu_is_checked_and_not_run_without_one(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    matrix = ROOT / "configs" / "dflash_reductions_tiny.toml"
+    checked = program("sweep.py", matrix, "--dry-run", cwd=tmp_path)
+    assert checked.returncode == 0 and "flex_fp32_ieee" in checked.stdout, checked.stdout
+    refused = program("sweep.py", matrix, cwd=tmp_path)
+    assert refused.returncode == 2 and 'matrix.device is "cuda"' in refused.stdout
+
+
 def read_matrix_with(path, baseline):
     path.write_text(path.read_text().replace('"recipe=bf16"', f'"{baseline}"'))
     return read_matrix(path)
@@ -110,7 +122,7 @@ def test_ends_of_all_matrices_resolve_and_a_real_one_trains_reports_and_is_then_
     for path in MATRICES:
         matrix = read_matrix(path)
         ends = replace(matrix, arms=(matrix.arms[0], matrix.arms[-1]), seeds=(0,))
-        complete = tool("sweep").resolver(matrix.processes)
+        complete = tool("sweep").resolver(matrix.processes, device=matrix.device)
         assert len(resolve_runs(ends, output=tmp_path, resolve=complete)) == 2
     matrix = tmp_path / "real.toml"
     matrix.write_text(REAL.format(root=ROOT))

@@ -48,6 +48,8 @@ class Matrix:
     arms: tuple[Arm, ...]
     processes: int = 1
     """Processes, and so devices, of one run."""
+    device: Literal["any", "cuda"] = "any"
+    """``cuda``: arms need a GPU; elsewhere the matrix is resolved and checked, and not run."""
     tail_fraction: float = 0.1
     """``metric = "train"``: the last part of the tokens over which the loss is averaged."""
     question: str = ""

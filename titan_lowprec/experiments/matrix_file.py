@@ -61,6 +61,7 @@ MATRIX_KEYS: Mapping[str, Key] = {
         True, 'be "per_seed" or "fixed"', lambda value: value in ("per_seed", "fixed")
     ),
     "processes": Key(False, "be a positive integer", is_count),
+    "device": Key(False, 'be "any" or "cuda"', lambda value: value in ("any", "cuda")),
     "tail_fraction": Key(
         False, "be over 0 and at most 1", lambda value: is_number(value) and 0 < value <= 1
     ),
