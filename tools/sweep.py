@@ -4,9 +4,14 @@
     python tools/sweep.py configs/attention_recipe_tiny.toml [--devices 0,1,2,3] [--jobs 2]
     python tools/sweep.py configs/attention_recipe_tiny.toml --status
     python tools/sweep.py configs/attention_recipe_tiny.toml --only 'bf16' '*/seed0'
+    python tools/sweep.py configs/attention_recipe_1b.toml --cluster slurm \\
+        --cluster-option slurm_partition=gpu timeout_min=1440
+    python tools/sweep.py configs/attention_recipe_1b.toml --print-commands
 
 Finished runs are skipped, interrupted ones continue from their checkpoint, failed ones wait for
 --retry-failed. Ctrl-C lets the runs save a checkpoint; a second start goes on from there.
+--cluster submits a job for every run that is left (pip install 'titan_lowprec[cluster]');
+tools/report.py then reads what they wrote.
 """
 
 import argparse
@@ -22,8 +27,8 @@ import tomli_w
 import torch
 
 from titan_lowprec import _autoload
-from titan_lowprec.experiments import run_state, runner
-from titan_lowprec.experiments.matrix import read_matrix
+from titan_lowprec.experiments import cluster, run_state, runner
+from titan_lowprec.experiments.matrix import Matrix, read_matrix
 from titan_lowprec.experiments.plan import state_plan
 from titan_lowprec.experiments.report import write_report
 from titan_lowprec.experiments.report_table import markdown_table
@@ -101,6 +106,30 @@ def show_status(runs: list[Run]) -> None:
     print(markdown_table(("run", "status", "step", "time", "reason"), rows))
 
 
+def leave(options: argparse.Namespace, matrix: Matrix, runs: list[Run], folder: Path) -> int:
+    """Submit what is to do, or print a command for each."""
+    waiting = runner.to_do(runs, retry_failed=options.retry_failed)
+    if options.print_commands:
+        for run in waiting:
+            print(cluster.torchrun_line(run, processes=matrix.processes))
+        return 0
+    try:
+        settings = cluster.executor_options(
+            options.cluster_option,
+            name=matrix.name,
+            processes=matrix.processes,
+            gpus=options.cluster == "slurm",
+        )
+        jobs = [cluster.Job(run, matrix.processes, matrix.name) for run in waiting]
+        submitted = cluster.submit(jobs, folder=folder, cluster=options.cluster, options=settings)
+    except (ValueError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    for run, job in zip(waiting, submitted, strict=True):
+        print(f"{run.name}: job {job.job_id}, {run.folder}")
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -112,6 +141,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="GLOB", help="arms or arm/seedN")
     parser.add_argument("--retry-failed", action="store_true")
     parser.add_argument("--devices", help="GPUs, such as 0,1; default: all visible ones")
+    parser.add_argument("--cluster", choices=("slurm", "local"), help="submit through submitit")
+    parser.add_argument("--cluster-option", nargs="+", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--print-commands", action="store_true", help="a torchrun line per run")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once on a CPU")
     options = parser.parse_args()
     try:
@@ -125,13 +157,16 @@ def main() -> int:
         if options.status:
             show_status(chosen)
             return 0
-        places = slots(options, matrix.processes, device=matrix.device)
+        elsewhere = options.cluster or options.print_commands
+        places = () if elsewhere else slots(options, matrix.processes, device=matrix.device)
     except (ValueError, OSError) as error:
         print(f"sweep: {error}", file=sys.stderr)
         return 2
     folder = options.output / matrix.name
     run_state.save_runs(runs, folder)
     state_plan(matrix, folder)
+    if elsewhere:
+        return leave(options, matrix, chosen, folder)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())

@@ -92,10 +92,15 @@ class Workshop:
         save_runs(runs, self.folder / "out" / "sweep")
         return runs
 
+    def trainer(self, behaviour):
+        """The stand-in trainer, with arms that misbehave."""
+        script = self.folder / "trainer.py"
+        script.write_text(FAKE_TRAINER.format(behaviour=behaviour))
+        return script
+
     def sweep(self, runs, *, slots=1, stop=None, behaviour=None, grace_s=10.0):
         """Run with the stand-in trainer; returns whether all finished, and what was shown."""
-        script = self.folder / "trainer.py"
-        script.write_text(FAKE_TRAINER.format(behaviour=behaviour or {}))
+        script = self.trainer(behaviour or {})
         shown = []
         sweep = Sweep(
             runs,

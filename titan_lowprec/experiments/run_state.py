@@ -43,12 +43,15 @@ class State:
 def read_state(run: Run) -> State:
     """A run's state; one that is marked as running without a living process was interrupted.
 
+    A run that was started by hand has no state file and counts once its last step is recorded.
+
     Raises:
         ValueError: The folder holds a run of another configuration.
     """
     path = run.folder / STATE_FILE
     if not path.is_file():
-        return State("new", run.hash)
+        done = last_step(run.folder) >= run.steps
+        return State("finished" if done else "new", run.hash)
     state = State(**json.loads(path.read_text()))
     if state.hash != run.hash:
         raise ValueError(

@@ -159,8 +159,7 @@ class Sweep:
             while self.waiting and self.free and not stop.is_set():
                 self._start(self.waiting.popleft())
             if stop.is_set():
-                self.stopped = True
-                self._stop(grace_s)
+                self.interrupt(grace_s)
             changed = self._collect(stopping=stop.is_set())
             if changed or time.monotonic() - shown >= show_s:
                 self.show(self.progress())
@@ -225,8 +224,9 @@ class Sweep:
         how = f"continues, had reached step {reached}" if reached else "started"
         self.show(f"{run.name}: {how}")
 
-    def _stop(self, grace_s: float) -> None:
-        """End all runs, politely first."""
+    def interrupt(self, grace_s: float) -> None:
+        """End all runs, politely first; ``run`` then notes them as interrupted."""
+        self.stopped = True
         for active in self.active:
             if active.process.poll() is None:
                 active.process.terminate()

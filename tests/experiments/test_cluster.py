@@ -1,0 +1,114 @@
+"""Runs as jobs: options, commands, what a job does, and submitit's local executor."""
+
+import importlib.util
+import shlex
+import sys
+import threading
+import time
+import types
+
+import pytest
+
+from titan_lowprec.experiments import cluster
+from titan_lowprec.experiments.run_state import last_step, read_state
+from titan_lowprec.experiments.runner import to_do
+
+
+class Trainer:
+    """The stand-in trainer's command line, as a value that can be pickled."""
+
+    def __init__(self, workshop, behaviour=None):
+        self.script = str(workshop.trainer(behaviour or {}))
+
+    def __call__(self, recipe, processes):
+        return [sys.executable, "-S", self.script, str(recipe)]
+
+
+def job(workshop, run, behaviour=None):
+    return cluster.Job(run, 1, "sweep", Trainer(workshop, behaviour))
+
+
+def test_a_job_trains_its_run_and_a_second_one_has_nothing_to_do(workshop):
+    run = workshop.saved()[0]
+    assert job(workshop, run)() == "finished"
+    attempts = read_state(run).attempts
+    assert job(workshop, run)() == "finished" and read_state(run).attempts == attempts == 1
+
+
+def test_a_job_whose_run_crashes_fails_with_the_reason(workshop):
+    run = workshop.saved()[0]
+    with pytest.raises(RuntimeError, match=r"recipe=bf16/seed0: status 1.* became a cabbage"):
+        job(workshop, run, {run.arm: "crash"})()
+
+
+def test_preempted_job_interrupts_its_run_and_asks_for_a_job_that_resumes_it(workshop, monkeypatch):
+    run = workshop.saved()[0]
+    helpers = types.SimpleNamespace(DelayedSubmission=lambda again: again)
+    monkeypatch.setitem(sys.modules, "submitit", types.SimpleNamespace(helpers=helpers))
+    first = job(workshop, run, {run.arm: "hang"})
+    follower = []
+
+    def preempt():
+        while last_step(run.folder) < 2:
+            time.sleep(0.01)
+        follower.append(first.checkpoint())
+
+    thread = threading.Thread(target=preempt)
+    thread.start()
+    assert first() == "interrupted"
+    thread.join()
+    workshop.trainer({})
+    assert follower[0]() == "finished" and read_state(run).attempts == 2
+
+
+def test_options_are_submitits_over_one_node_with_a_gpu_per_process():
+    options = cluster.executor_options(
+        ["timeout_min=60", "slurm_partition=a=b"], name="sweep", processes=8, gpus=True
+    )
+    assert options == {
+        "name": "sweep",
+        "nodes": 1,
+        "tasks_per_node": 1,
+        "gpus_per_node": 8,
+        "timeout_min": 60,
+        "slurm_partition": "a=b",
+    }
+    with pytest.raises(ValueError, match=r"KEY=VALUE, got 'partition'"):
+        cluster.executor_options(["partition"], name="sweep", processes=1, gpus=False)
+
+
+def test_torchrun_line_is_the_literal_command(workshop):
+    run = workshop.saved()[0]
+    words = shlex.split(cluster.torchrun_line(run, processes=8))
+    assert words[:5] == ["torchrun", "--nproc_per_node", "8", "-m", "torchtitan.train"]
+    assert words[5:] == ["--job.config", str(run.folder / "recipe.toml")]
+
+
+def test_run_started_by_hand_counts_once_its_last_step_is_recorded(workshop):
+    run = workshop.saved()[0]
+    workshop.record(run, [1.0] * 4)
+    (run.folder / "state.json").unlink()
+    assert read_state(run).status == "new"
+    workshop.record(run, [1.0] * 5)
+    (run.folder / "state.json").unlink()
+    assert read_state(run).status == "finished" and run not in to_do([run], retry_failed=True)
+
+
+def test_missing_submitit_is_named_with_the_remedy(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(RuntimeError, match=r"pip install 'titan_lowprec\[cluster\]'"):
+        cluster.submit([], folder=tmp_path, cluster="slurm", options={})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("submitit") is None,
+    reason="submitit is not installed: pip install 'titan_lowprec[cluster]'",
+)
+def test_submitit_runs_jobs_in_processes_of_their_own(workshop):
+    runs = workshop.saved()[:2]
+    options = cluster.executor_options(["timeout_min=5"], name="sweep", processes=1, gpus=False)
+    jobs = [job(workshop, run) for run in runs]
+    submitted = cluster.submit(jobs, folder=workshop.folder, cluster="local", options=options)
+    assert [one.result() for one in submitted] == ["finished"] * 2
+    assert [read_state(run).status for run in runs] == ["finished"] * 2

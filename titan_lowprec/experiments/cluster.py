@@ -1,0 +1,124 @@
+"""A sweep's runs on a cluster: one job each through submitit, or a torchrun line each.
+
+submitit (https://github.com/facebookincubator/submitit) queues, packs arrays and requeues; what a
+job does is ``Sweep`` with this one run, so state, lock and resuming are those of a local sweep.
+"""
+
+import importlib
+import shlex
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from titan_lowprec.experiments.resolution import Run
+from titan_lowprec.experiments.run_state import RECIPE_FILE, read_state
+from titan_lowprec.experiments.runner import Command, Slot, Sweep, train_command
+
+Cluster = Literal["slurm", "local", "debug"]
+"""submitit's names: Slurm, processes of this machine, this process."""
+FOLDER = "jobs"
+GRACE_S = 90.0
+"""Time for a checkpoint after the signal that precedes a time limit or a preemption."""
+
+
+@dataclass
+class Job:
+    """What a node does; submitit pickles it."""
+
+    run: Run
+    processes: int
+    name: str
+    command: Command = train_command
+
+    def __call__(self) -> str:
+        """Train the run to its end, from its checkpoint if there is one; its final status."""
+        if read_state(self.run).status != "finished":
+            self._sweep = Sweep(
+                [self.run],
+                [Slot("job", {})],
+                processes=self.processes,
+                name=self.name,
+                command=self.command,
+            )
+            self._stop = threading.Event()
+            self._sweep.run(stop=self._stop, grace_s=GRACE_S)
+        status = read_state(self.run).status
+        if status == "failed":
+            raise RuntimeError(f"{self.run.name}: {read_state(self.run).reason}")
+        return status
+
+    def checkpoint(self) -> Any:
+        """submitit calls this before a job is preempted or times out: save, then requeue."""
+        self._stop.set()
+        self._sweep.interrupt(GRACE_S)
+        again = Job(self.run, self.processes, self.name, self.command)
+        return need_submitit().helpers.DelayedSubmission(again)
+
+
+def submit(
+    jobs: Sequence[Job], *, folder: Path, cluster: Cluster, options: Mapping[str, Any]
+) -> list[Any]:
+    """Queue jobs as one array.
+
+    Args:
+        jobs: What to run.
+        folder: The sweep's folder; submitit writes to ``jobs`` in it.
+        cluster: Where.
+        options: Parameters of submitit's executor, such as ``timeout_min`` or ``slurm_partition``.
+
+    Returns:
+        submitit's jobs, in order.
+
+    Raises:
+        RuntimeError: submitit is not installed.
+    """
+    executor = need_submitit().AutoExecutor(folder=folder / FOLDER, cluster=cluster)
+    executor.update_parameters(**options)
+    with executor.batch():
+        return [executor.submit(job) for job in jobs]
+
+
+def executor_options(
+    pairs: Sequence[str], *, name: str, processes: int, gpus: bool
+) -> dict[str, Any]:
+    """``KEY=VALUE`` pairs over the defaults: one node, one task, a GPU for every process.
+
+    Raises:
+        ValueError: A pair has no ``=``.
+    """
+    options: dict[str, Any] = {"name": name, "nodes": 1, "tasks_per_node": 1}
+    if gpus:
+        options["gpus_per_node"] = processes
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not (key and equals):
+            raise ValueError(f"--cluster-option must be KEY=VALUE, got {pair!r}; write both")
+        options[key] = int(value) if value.isdigit() else value
+    return options
+
+
+def torchrun_line(run: Run, *, processes: int) -> str:
+    """A command line that trains a run without this package's runner.
+
+    Its result counts once its last step is recorded; nothing else keeps track of it.
+    """
+    recipe = str(run.folder / RECIPE_FILE)
+    launcher = ["torchrun", "--nproc_per_node", str(processes), "-m", "torchtitan.train"]
+    return shlex.join([*launcher, "--job.config", recipe])
+
+
+def need_submitit() -> Any:
+    """Import the optional launcher.
+
+    Raises:
+        RuntimeError: It is not installed; the message says how to get it.
+    """
+    try:
+        return importlib.import_module("submitit")
+    except ModuleNotFoundError as error:
+        raise RuntimeError(
+            f"sweep: submitit must be installed for --cluster, got {error}; "
+            "pip install 'titan_lowprec[cluster]', or use --print-commands"
+        ) from error
