@@ -134,6 +134,12 @@ def results(inputs):
     return results
 
 
+def fast_first(names):
+    """The first policy in every pass, the others in the slow one."""
+    first, *others = names
+    return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
+
+
 POLICIES = {
     "op": SELECTIVE,
     "op-all-linears": {**SELECTIVE, "save_ops": ["attention", "linears"]},
@@ -146,7 +152,7 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", fast_first(POLICIES))
 def test_loss_and_gradients_equal_those_without_checkpointing_in_every_bit(results, recipe, policy):
     plain, other = results(recipe, mode="none"), results(recipe, **POLICIES[policy])
     assert torch.equal(other.loss, plain.loss)
@@ -165,7 +171,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("policy", CALLS)
+@pytest.mark.parametrize("policy", fast_first(CALLS))
 def test_attention_runs_forward_as_often_as_the_policy_says_and_backward_once(results, policy):
     result = results(**POLICIES[policy])
     assert result.calls[ATTENTION] == CALLS[policy]
@@ -173,6 +179,7 @@ def test_attention_runs_forward_as_often_as_the_policy_says_and_backward_once(re
     assert result.calls[HEAD] == 1
 
 
+@pytest.mark.slow
 def test_linears_are_recomputed_all_half_or_not_at_all(results):
     plain = results(mode="none").calls[MM]
     in_blocks = 7 * LAYERS
@@ -188,6 +195,7 @@ def test_full_keeps_less_than_op_and_op_less_than_none(results):
     assert full.peak_bytes < plain.peak_bytes
 
 
+@pytest.mark.slow
 def test_op_keeps_codes_and_scales_and_no_query_key_or_value(results):
     """Beyond the blocks' inputs: attention's saved operands and nothing else when alone."""
     alone = results(**SELECTIVE, save_ops=["attention"])
@@ -214,6 +222,7 @@ def test_larger_operands_are_recomputed_where_that_is_asked_for(results):
     assert results("nvfp4_full", **SELECTIVE).calls[ATTENTION] == LAYERS
 
 
+@pytest.mark.slow
 def test_shapes_of_named_layers_are_recomputed(results):
     section = {**POLICIES["op-all-linears"]}
     section["per_op_sac_force_recompute_mm_shapes_by_fqns"] = ["feed_forward.w2"]

@@ -93,4 +93,6 @@ def batch(layouts, *, generator):
             labels[row, end - 1] = -100
         labels[row, ends[-1] :] = -100
     inputs = {"input": tokens, "positions": positions, "cu_seqlens": offsets}
+    for unread in ("document_ids", "block_index"):  # the loader's batches have them
+        inputs[unread] = torch.zeros(rows, TOKENS, dtype=torch.int32)
     return {name: x.pin_memory() for name, x in inputs.items()}, labels.pin_memory()

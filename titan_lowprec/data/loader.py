@@ -90,13 +90,13 @@ class PackedLoader:
         self._pool = None
         if num_workers:
             # a thread's device is 0 until it is set, and pinning would open a context there
-            device = (torch.cuda.current_device(),) if pin_memory else None
-            self._pool = ThreadPoolExecutor(
-                num_workers,
-                "loader",
-                initializer=torch.cuda.set_device if device else None,
-                initargs=device or (),
-            )
+            device = torch.cuda.current_device() if pin_memory else None
+
+            def set_device() -> None:
+                if device is not None:
+                    torch.cuda.set_device(device)
+
+            self._pool = ThreadPoolExecutor(num_workers, "loader", initializer=set_device)
         self._restart(Cursor())
 
     def _restart(self, cursor: Cursor) -> None:

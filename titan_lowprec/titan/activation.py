@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torchtitan.distributed.activation_checkpoint as stock_ac
+from torch._C._dynamo import eval_frame  # pyright: ignore[reportMissingModuleSource]
+from torch._higher_order_ops import inductor_compiled_code
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import (
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
@@ -41,8 +43,10 @@ HALF_LINEARS = "half_linears"
 _LINEAR_OPS = frozenset({aten.mm.default, aten._scaled_mm.default})
 _AMAX_OPS = frozenset({aten.max.default, aten.amax.default})
 _COLLECTIVE_OPS = frozenset({torch.ops._c10d_functional.reduce_scatter_tensor.default})
-_COMPILED = torch._higher_order_ops.inductor_compiled_code
-_STOCK_ATTENTION = _op_sac_save_list - _LINEAR_OPS - _AMAX_OPS - _COLLECTIVE_OPS - {_COMPILED}
+_COMPILED: Op = inductor_compiled_code
+_STOCK_ATTENTION: frozenset[Op] = frozenset(
+    _op_sac_save_list - _LINEAR_OPS - _AMAX_OPS - _COLLECTIVE_OPS - {_COMPILED}
+)
 _ALWAYS = LOSS_SAVE_OPS | {_COMPILED}
 
 NAMED_OPS: dict[str, frozenset[Op]] = {
@@ -81,7 +85,7 @@ def apply_activation_checkpointing(
         )
         return
     # as TorchTitan: of two graphs of a block, the older one is taken (pytorch#166926)
-    torch._C._dynamo.eval_frame._set_lru_cache(False)
+    eval_frame._set_lru_cache(False)  # pyright: ignore[reportAttributeAccessIssue]
     layers = model.get_submodule("layers")
     recomputed = forced_shapes(layers, section.per_op_sac_force_recompute_mm_shapes_by_fqns)
     for name, block in layers.named_children():
