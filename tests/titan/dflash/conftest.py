@@ -1,6 +1,7 @@
 """A recipe of a tiny draft over a random target, in the test's own process."""
 
 import copy
+import operator
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,27 @@ from titan_lowprec.titan.validate import load_recipe  # noqa: E402
 SMALL = str(Path(__file__).with_name("small.toml"))
 
 
+@pytest.fixture(scope="session")
+def small():
+    """The small recipe's configuration; parsing takes a second, so it is copied."""
+    return load_recipe(SMALL, [])
+
+
 @pytest.fixture
-def parse(tmp_path):
-    """``parse(*overrides)`` is the small recipe's configuration, in a folder of the test's."""
-    return lambda *overrides: load_recipe(SMALL, [f"--job.dump_folder={tmp_path}", *overrides])
+def parse(small, tmp_path):
+    """``parse("--dflash.gamma=1", "--graph.enable")`` is the small recipe with other values."""
+
+    def parsed(*overrides):
+        config = copy.deepcopy(small)
+        for override in (f"--job.dump_folder={tmp_path}", *overrides):
+            key, given, value = override.removeprefix("--").partition("=")
+            section, _, name = key.rpartition(".")
+            section = operator.attrgetter(section)(config)
+            kind = type(getattr(section, name))
+            setattr(section, name, kind(value) if given else True)
+        return config
+
+    return parsed
 
 
 @pytest.fixture

@@ -55,6 +55,11 @@ def test_taps_outside_the_target_are_refused(parse, problems, taps, text):
     assert problem.startswith("dflash.taps: must name layers 0 to 2") and text in problem
 
 
+def test_graphs_are_refused(parse, problems):
+    found = problems(parse("--graph.enable"), device_type="cuda")
+    assert any("graph.enable: must be false for drafts" in problem for problem in found)
+
+
 def test_spreading_that_drafts_lack_is_refused(parse, problems):
     found = problems(parse("--parallelism.tensor_parallel_degree=2"), world_size=2)
     assert any("spread over data-parallel ranks only" in problem for problem in found)

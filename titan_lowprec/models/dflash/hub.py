@@ -85,29 +85,9 @@ def args_from_hub(folder: Path, *, anchor_slots: int, gamma: float | None = None
             implemented (biases, a sliding window, scaled rotary positions).
     """
     config = json.loads((folder / CONFIG).read_text())
-    nested = config.get("dflash_config") or {}
-    required = {
-        "block_size": config.get("block_size"),
-        "num_target_layers": config.get("num_target_layers"),
-        "dflash_config.mask_token_id": nested.get("mask_token_id"),
-        "dflash_config.target_layer_ids": nested.get("target_layer_ids"),
-    }
-    missing = [name for name, value in required.items() if value is None]
-    if missing:
-        raise ValueError(
-            f"args_from_hub: {folder / CONFIG} must have {sorted(required)}, got none of "
-            f"{missing}; is it a DFlash draft's?"
-        )
+    _check(config, where=folder / CONFIG)
+    nested = config["dflash_config"]
     rope = config.get("rope_parameters") or {}
-    unsupported = {
-        "attention_bias": config.get("attention_bias"),
-        "use_sliding_window": config.get("use_sliding_window"),
-        "rope_scaling": config.get("rope_scaling"),
-        "rope_type": rope.get("rope_type", "default") != "default",
-    }
-    found = [name for name, value in unsupported.items() if value]
-    if found:
-        raise ValueError(f"args_from_hub: {folder / CONFIG} must not set {found}: not implemented")
     block_tokens = int(config["block_size"])
     return DFlashArgs(
         vocab_size=config["vocab_size"],
@@ -126,3 +106,29 @@ def args_from_hub(folder: Path, *, anchor_slots: int, gamma: float | None = None
         anchor_slots=anchor_slots,
         gamma=published_gamma(block_tokens=block_tokens) if gamma is None else gamma,
     )
+
+
+def _check(config: dict[str, Any], *, where: Path) -> None:
+    nested = config.get("dflash_config") or {}
+    required = {
+        "block_size": config.get("block_size"),
+        "num_target_layers": config.get("num_target_layers"),
+        "dflash_config.mask_token_id": nested.get("mask_token_id"),
+        "dflash_config.target_layer_ids": nested.get("target_layer_ids"),
+    }
+    missing = [name for name, value in required.items() if value is None]
+    if missing:
+        raise ValueError(
+            f"args_from_hub: {where} must have {sorted(required)}, got none of "
+            f"{missing}; is it a DFlash draft's?"
+        )
+    rope = config.get("rope_parameters") or {}
+    unsupported = {
+        "attention_bias": config.get("attention_bias"),
+        "use_sliding_window": config.get("use_sliding_window"),
+        "rope_scaling": config.get("rope_scaling"),
+        "rope_type": rope.get("rope_type", "default") != "default",
+    }
+    found = [name for name, value in unsupported.items() if value]
+    if found:
+        raise ValueError(f"args_from_hub: {where} must not set {found}: not implemented")

@@ -99,25 +99,10 @@ def draft_loss(
     """
     check_objective(objective)
     hidden_NE = hidden_BTE.flatten(0, 1)
-    if tables.output_multiplier != 1.0:
-        hidden_NE = hidden_NE * tables.output_multiplier
 
     def head(weight_N: Tensor | None) -> tuple[Tensor, Tensor]:
-        if impl == "logits_bf16":
-            loss_sum, per_token_N = bf16_cross_entropy(
-                hidden_NE, blocks.label_BT.flatten(), weight_N, tables, chunk_rows=chunk_rows
-            )
-            return loss_sum, per_token_N.view(blocks.label_BT.shape)
-        loss_sum, per_token_N, _ = linear_cross_entropy(
-            hidden_NE,
-            tables.head_VE,
-            blocks.label_BT.flatten(),
-            ignore_index=IGNORE_INDEX,
-            chunk_rows=chunk_rows,
-            z_loss=0.0,
-            softcap=tables.softcap,
-            token_weight_N=weight_N,
-            impl=impl,
+        loss_sum, per_token_N = weighted_cross_entropy(
+            hidden_NE, blocks.label_BT.flatten(), weight_N, tables, chunk_rows=chunk_rows, impl=impl
         )
         return loss_sum, per_token_N.view(blocks.label_BT.shape)
 
@@ -129,6 +114,34 @@ def draft_loss(
         weight_BT = dpace_weights(probability_BAP, blocks.valid_BAP).flatten(1)
     loss_sum, per_token_BT = head(weight_BT.flatten())
     return DraftLoss(loss_sum, weight_BT, per_token_BT)
+
+
+def weighted_cross_entropy(
+    hidden_NE: Float[Tensor, "N E"],
+    label_N: Int64[Tensor, " N"],
+    weight_N: Float32[Tensor, " N"] | None,
+    tables: FrozenTables,
+    *,
+    chunk_rows: int,
+    impl: DraftHead,
+) -> tuple[Float[Tensor, ""], Float[Tensor, " N"]]:
+    """Run the target's head over hidden states: the sum, and each row's loss, detached."""
+    if tables.output_multiplier != 1.0:
+        hidden_NE = hidden_NE * tables.output_multiplier
+    if impl == "logits_bf16":
+        return bf16_cross_entropy(hidden_NE, label_N, weight_N, tables, chunk_rows=chunk_rows)
+    loss_sum, per_token_N, _ = linear_cross_entropy(
+        hidden_NE,
+        tables.head_VE,
+        label_N,
+        ignore_index=IGNORE_INDEX,
+        chunk_rows=chunk_rows,
+        z_loss=0.0,
+        softcap=tables.softcap,
+        token_weight_N=weight_N,
+        impl=impl,
+    )
+    return loss_sum, per_token_N
 
 
 def bf16_cross_entropy(

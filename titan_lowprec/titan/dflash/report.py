@@ -83,12 +83,12 @@ def draft_memory(
     """Bytes on one GPU, an upper bound by intention.
 
     fp32 parameters, gradients and AdamW's moments, over the shards; the draft gathered in the
-    compute type; the target's weights (embedding and head whole where its layers are sharded); what
-    autograd keeps of a draft layer, in values of the compute type, for a token of context ``11 J
-    D``, of a block ``9 E + 4 F + 11 (H + J) D`` (norms and rotation keep fp32 copies), and fp32 q, k
-    and v where attention converts them; taps; logits of a chunk in fp32 with their gradient. Left
-    out: the target's own activations, the CUDA context, fragmentation. Measured on an H200 for 4
-    rows of ``dflash_qwen3_8b``: the layers peak at 40.3 GiB, where this says 46.
+    compute type; the target's weights (embedding and head whole where its layers are sharded);
+    what autograd keeps of a draft layer, in values of the compute type, for a token of context
+    ``11 J D``, of a block ``9 E + 4 F + 11 (H + J) D`` (norms and rotation keep fp32 copies), and
+    fp32 q, k and v where attention converts them; taps; logits of a chunk in fp32 with their
+    gradient. Left out: the target's own activations, the CUDA context, fragmentation. Measured on
+    an H200 for 4 rows of ``dflash_qwen3_8b``: the layers peak at 40.3 GiB, where this says 45.
     """
     width = 2 if TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize == 2 else 4
     rows = config.training.local_batch_size

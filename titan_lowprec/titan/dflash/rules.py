@@ -206,6 +206,9 @@ def one_way_to_spread(job: Job) -> Iterator[Problem]:
     if section.enable and "model" in section.components:
         needs = "be false for drafts: their attention is compiled on its own"
         yield Problem("compile.enable", needs, True, "set it to false")
+    if job.config.graph.enable:
+        needs = "be false for drafts: their step makes a mask on the host"
+        yield Problem("graph.enable", needs, True, "set it to false")
     if job.config.training.enable_cpu_offload:
         needs = "be false for drafts: the target's features are on the device"
         yield Problem("training.enable_cpu_offload", needs, True, "set it to false")
@@ -225,5 +228,8 @@ DRAFT_RULES = (
     Rule(("loss",), loss),
     Rule(("dflash.attention", "training.mixed_precision_param"), attention),
     Rule(("data.min_document_tokens", "dflash.features"), data),
-    Rule((*DEGREES, "compile", "training.enable_cpu_offload", "metrics"), one_way_to_spread),
+    Rule(
+        (*DEGREES, "compile", "graph.enable", "training.enable_cpu_offload", "metrics"),
+        one_way_to_spread,
+    ),
 )

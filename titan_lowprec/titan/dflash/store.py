@@ -11,7 +11,9 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.train_spec import get_train_spec
 from tqdm import tqdm
 
+from titan_lowprec.data.bundled import resolve_path
 from titan_lowprec.data.loader import PackedLoader
+from titan_lowprec.models.dflash.args import DFlashArgs
 from titan_lowprec.models.dflash.feature_writer import (
     FeatureWriter,
     finish_index,
@@ -67,25 +69,19 @@ def store_rows(job_config: MergedJobConfig, options: StoreOptions) -> FeatureInd
         dist.init_process_group("gloo")
     args = resolved_args(job_config)
     assert args.draft is not None
-    dtype_name = job_config.training.mixed_precision_param
     target = build_target(
         args,
         job_config,
         device=device,
-        dtype=TORCH_DTYPE_MAP[dtype_name],
+        dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
         max_positions=job_config.training.seq_len,
     )
-    vocabulary = read_vocabulary_of(job_config)
     batch_rows = job_config.training.local_batch_size
-    identity = FeatureIdentity(
+    identity = identity_of(
+        job_config,
+        args.draft,
         target=target_name(args, target.tables),
         tap_layers=() if options.tokens_only else args.draft.tap_layers,
-        model_dim=args.draft.model_dim,
-        vocab_size=args.draft.vocab_size,
-        dtype=dtype_name,
-        tokenizer_sha256=vocabulary.sha256,
-        tokenizer_entries=vocabulary.entries,
-        eos_ids=vocabulary.eos_ids,
     )
     spec = replace(data_spec(job_config), repeat=False)
     loader = PackedLoader(
@@ -105,11 +101,21 @@ def store_rows(job_config: MergedJobConfig, options: StoreOptions) -> FeatureInd
     )
 
 
-def read_vocabulary_of(job_config: MergedJobConfig):
-    """The recipe's tokenizer."""
-    from titan_lowprec.data.bundled import resolve_path
-
-    return read_vocabulary(Path(resolve_path(job_config.data.tokenizer)))
+def identity_of(
+    job_config: MergedJobConfig, draft: DFlashArgs, *, target: str, tap_layers: tuple[int, ...]
+) -> FeatureIdentity:
+    """What rows of a recipe's draft and tokenizer belong to."""
+    vocabulary = read_vocabulary(Path(resolve_path(job_config.data.tokenizer)))
+    return FeatureIdentity(
+        target=target,
+        tap_layers=tap_layers,
+        model_dim=draft.model_dim,
+        vocab_size=draft.vocab_size,
+        dtype=job_config.training.mixed_precision_param,
+        tokenizer_sha256=vocabulary.sha256,
+        tokenizer_entries=vocabulary.entries,
+        eos_ids=vocabulary.eos_ids,
+    )
 
 
 def import_specforge(
@@ -122,17 +128,9 @@ def import_specforge(
     job_config.dflash.features, job_config.dflash.features_path = "online", ""
     args = resolved_args(job_config)
     assert args.draft is not None
-    vocabulary = read_vocabulary_of(job_config)
     dtype = job_config.training.mixed_precision_param
-    identity = FeatureIdentity(
-        target=UNKNOWN_TARGET,
-        tap_layers=args.draft.tap_layers,
-        model_dim=args.draft.model_dim,
-        vocab_size=args.draft.vocab_size,
-        dtype=dtype,
-        tokenizer_sha256=vocabulary.sha256,
-        tokenizer_entries=vocabulary.entries,
-        eos_ids=vocabulary.eos_ids,
+    identity = identity_of(
+        job_config, args.draft, target=UNKNOWN_TARGET, tap_layers=args.draft.tap_layers
     )
     writer = FeatureWriter(folder, identity, source="specforge", rank=0, per_shard=shard_records)
     left = files[writer.batches :]

@@ -68,11 +68,11 @@ def time_parts(job_config: MergedJobConfig, *, iterations: int) -> list[Part]:
     impl = args.attention_impl
     mask = DraftMask(anchors_of(inputs), inputs["document_ids"], draft.block_tokens)
     built = build_mask(mask, impl=impl)
-    B, T, K, D = len(inputs["input"]), mask.queries, mask.keys, draft.head_dim
-    q = torch.randn(B, draft.heads, T, D, device=device, dtype=dtype, requires_grad=True)
-    k, v = (
-        torch.randn(B, draft.kv_heads, K, D, device=device, dtype=dtype, requires_grad=True)
-        for _ in range(2)
+    B, D = len(inputs["input"]), draft.head_dim
+    shapes = [(draft.heads, mask.queries), *[(draft.kv_heads, mask.keys)] * 2]
+    q, k, v = (
+        torch.randn(B, heads, length, D, device=device, dtype=dtype, requires_grad=True)
+        for heads, length in shapes
     )
     features = objective.features(inputs)
     objective.features = lambda inputs: features  # pyright: ignore[reportAttributeAccessIssue]
@@ -86,22 +86,20 @@ def time_parts(job_config: MergedJobConfig, *, iterations: int) -> list[Part]:
         out = objective.hidden(model, inputs, blocks)
         out.backward(out.detach())
 
+    options: Any = {
+        "objective": job_config.dflash.objective,
+        "chunk_rows": job_config.loss.chunk_rows,
+        "impl": objective.head,
+    }
+
     def loss() -> None:
-        options: Any = {
-            "objective": job_config.dflash.objective,
-            "chunk_rows": job_config.loss.chunk_rows,
-            "impl": objective.head,
-        }
         draft_loss(hidden, blocks, target.tables, **options).loss_sum.backward()
 
-    def of_target() -> object:
-        return DraftObjective.features(objective, inputs)
-
-    head = f"head and loss, {objective.head}, forward and backward"
-    return [
-        measure("target, layers up to the last tap", of_target, iterations=iterations),
-        measure("mask", lambda: build_mask(mask, impl=impl), iterations=iterations),
-        measure("draft layers, forward and backward", layers, iterations=iterations),
-        measure(f"  attention of one layer, {impl}", attention, iterations=iterations),
-        measure(head, loss, iterations=iterations),
-    ]
+    parts: dict[str, Callable[[], object]] = {
+        "target, layers up to the last tap": lambda: DraftObjective.features(objective, inputs),
+        "mask": lambda: build_mask(mask, impl=impl),
+        "draft layers, forward and backward": layers,
+        f"  attention of one layer, {impl}": attention,
+        f"head and loss, {objective.head}, forward and backward": loss,
+    }
+    return [measure(name, run, iterations=iterations) for name, run in parts.items()]
