@@ -1,7 +1,7 @@
 """From a batch of packed rows to blocks: which tokens are learned, and the anchors drawn for it."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from titan_lowprec.models.dflash.anchors import Anchors, AnchorSampler, anchor_candidates
 from titan_lowprec.models.dflash.args import DFlashArgs
@@ -10,6 +10,7 @@ from titan_lowprec.shapes import Bool, Int, Tensor
 from titan_lowprec.titan.loss import IGNORE_INDEX, Batch
 
 
+@runtime_checkable
 class RowLoader(Protocol):
     """Batches of packed rows with a state: `PackedLoader` or `FeatureLoader`."""
 
