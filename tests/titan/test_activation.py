@@ -267,3 +267,48 @@ def test_compiled_op_policy_runs_attention_forward_once(inputs, monkeypatch):
     assert len(calls) == LAYERS
     for got, p in zip(plain.gradients, model.parameters(), strict=True):
         torch.testing.assert_close(p.grad, got)
+
+
+def saved_bytes_and_gradients(model, inputs):
+    """Bytes that autograd keeps of a forward, and the gradients."""
+    tokens, offsets, labels = inputs
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    model.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(tokens, cu_seqlens=offsets, labels=labels)
+    loss.backward()
+    return sum(storages.values()), [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_a_smaller_memory_budget_keeps_less_and_gives_the_same_gradients(inputs):
+    plain = build("mxfp8")
+    start = torch._functorch.config.activation_memory_budget
+    kept, gradients = {}, {}
+    try:
+        for budget in (0.0, 1.0):
+            model = copy.deepcopy(plain)
+            config = CONFIG()
+            config.activation_checkpoint.mode = "memory_budget"
+            config.activation_checkpoint.memory_budget = budget
+            apply_activation_checkpointing(model, config, compiled=True)
+            torch._dynamo.reset()
+            for name, block in model.layers.named_children():
+                backend = "aot_eager_decomp_partition"
+                compiled = torch.compile(block, backend=backend, fullgraph=True)
+                model.layers.register_module(name, compiled)
+            kept[budget], gradients[budget] = saved_bytes_and_gradients(model, inputs)
+    finally:
+        torch._functorch.config.activation_memory_budget = start
+        torch._dynamo.reset()
+    assert kept[0.0] < kept[1.0]
+    _, wanted = saved_bytes_and_gradients(plain, inputs)
+    for budget in kept:
+        for got, reference in zip(gradients[budget], wanted, strict=True):
+            torch.testing.assert_close(got, reference)
