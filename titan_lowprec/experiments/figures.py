@@ -1,9 +1,11 @@
 """Plots of a sweep: one SVG per panel, and a PNG overview."""
 
 import io
+import math
 from pathlib import Path
 from typing import Any
 
+from titan_lowprec.experiments.anomalies import anomalies
 from titan_lowprec.experiments.curves import Curve, panel_curves
 from titan_lowprec.experiments.panels import SECTIONS, Panel
 from titan_lowprec.experiments.results import Results
@@ -14,6 +16,7 @@ BASELINE_COLORS = ("#222222", "#777777", "#aaaaaa")
 DASHES = ("-", ":", "-.")
 FEW_POINTS = 12
 """Curves with at most so many points show them."""
+MARKS = {"spike": "^", "skipped": "s"}
 AXIS_LABELS = {"step": "optimizer step", "valid_tokens_seen": "valid tokens"}
 
 
@@ -53,6 +56,8 @@ def draw(axes: Any, panel: Panel, curves: tuple[Curve, ...], results: Results) -
         )
         if not curve.finished and curve.seed is not None:
             axes.plot(xs[-1:], ys[-1:], color=color, marker="x", markersize=8)
+    if panel.kind == "train" and panel.local == "loss":
+        mark_anomalies(axes, panel, results)
     if panel.kind == "difference":
         low, high = axes.get_ylim()
         axes.axhline(0, color="0.6", linewidth=0.8)
@@ -68,6 +73,28 @@ def draw(axes: Any, panel: Panel, curves: tuple[Curve, ...], results: Results) -
     axes.tick_params(labelsize=8)
     axes.grid(color="0.92", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def mark_anomalies(axes: Any, panel: Panel, results: Results) -> None:
+    """Mark spikes, skipped steps and restarts on training losses."""
+    styles = arm_styles(results)
+    for item in results.histories:
+        color, _ = styles[item.run.arm]
+        for event in anomalies(item.train):
+            x = event.step if panel.axis == "step" else event.tokens
+            if event.kind == "restart":
+                axes.axvline(x, color=color, linewidth=0.8, linestyle=":")
+            elif math.isfinite(event.loss):
+                axes.plot([x], [event.loss], color=color, marker=MARKS[event.kind], markersize=6)
+            else:
+                axes.plot(
+                    [x],
+                    [0.98],
+                    color=color,
+                    marker=MARKS[event.kind],
+                    markersize=6,
+                    transform=axes.get_xaxis_transform(),
+                )
 
 
 def thousands(value: float, _: int) -> str:

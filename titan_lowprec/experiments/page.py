@@ -53,7 +53,6 @@ def page(results: Results, *, folder: Path) -> str:
     matrix = results.matrix
     problems = problem_lines(results)
     parts = [
-        f"<h1>{escape(matrix.name)}</h1>",
         f"<p>{escape(matrix.question)}</p>" if matrix.question else "",
         html_table(HEADER, table_rows(results), verdicts=True),
         f"<h2>Runs without a result</h2>{html_list(problems)}" if problems else "",
@@ -64,10 +63,16 @@ def page(results: Results, *, folder: Path) -> str:
         "<h2>Settings in which arms differ</h2>",
         html_table(*setting_rows(results), verdicts=False),
     ]
+    return document(matrix.name, parts)
+
+
+def document(title: str, parts: Sequence[str]) -> str:
+    """A page of its own from the parts that hold something."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(matrix.name)}</title><style>{STYLE}</style></head>\n<body>\n"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n"
+        f"<h1>{escape(title)}</h1>\n"
         + "\n".join(part for part in parts if part)
         + "\n</body></html>\n"
     )
@@ -112,7 +117,8 @@ def legend(results: Results) -> str:
     return (
         f'<ul class="legend">{items}</ul><p class="none">Thin lines are seeds, thick ones their '
         "mean; a cross ends a run that did not finish; a dotted grey line, "
-        "where it is in range, is the acceptable difference.</p>"
+        "where it is in range, is the acceptable difference. On training losses a triangle is a "
+        "spike, a square a skipped step, a vertical line a restart.</p>"
     )
 
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_lowprec.experiments.estimates import Estimate
+from titan_lowprec.experiments.matrix import SEED_KEYS
 from titan_lowprec.experiments.plan import plan_note
-from titan_lowprec.experiments.resolution import differing_keys
+from titan_lowprec.experiments.resolution import NOT_IDENTITY, differing_keys
 from titan_lowprec.experiments.results import ArmResult, Results
 
 HEADER = (
@@ -103,9 +104,11 @@ def problem_lines(results: Results) -> list[str]:
     return [f"{arm.arm}, {problem}" for arm in results.arms for problem in arm.problems]
 
 
-def setting_rows(results: Results) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows of the keys in which arms differ."""
-    settings = differing_keys([item.run for item in results.histories])
+def setting_rows(
+    results: Results, *, hidden: Sequence[str] = (*NOT_IDENTITY, *SEED_KEYS)
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows of the keys, but for the hidden ones, in which arms differ."""
+    settings = differing_keys([item.run for item in results.histories], hidden=hidden)
     keys = list(next(iter(settings.values()), {}))
     rows = [(arm, *(str(values[key]) for key in keys)) for arm, values in settings.items()]
     return ("arm", *keys), rows

@@ -110,10 +110,12 @@ def config_hash(config: Config, *, processes: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def differing_keys(runs: Sequence[Run]) -> dict[str, Config]:
-    """Per arm, the dotted keys whose values are not the same in all arms."""
+def differing_keys(
+    runs: Sequence[Run], *, hidden: Sequence[str] = (*NOT_IDENTITY, *SEED_KEYS)
+) -> dict[str, Config]:
+    """Per arm, the dotted keys, but for the hidden ones, whose values are not equal in all arms."""
     first = {run.arm: flatten(run.config) for run in reversed(runs)}
-    keys = sorted({key for flat in first.values() for key in flat} - {*NOT_IDENTITY, *SEED_KEYS})
+    keys = sorted({key for flat in first.values() for key in flat} - set(hidden))
 
     def differs(key: str) -> bool:
         return len({json.dumps(flat.get(key)) for flat in first.values()}) > 1

@@ -69,7 +69,12 @@ def load_histories(runs: Sequence[Run], read: ReadMetrics) -> tuple[History, ...
 
 
 def load_history(run: Run, read: ReadMetrics) -> History:
-    """Read one run's records."""
+    """Read one run's records and state."""
+    return history_of(run, read_state(run), read)
+
+
+def history_of(run: Run, state: State, read: ReadMetrics) -> History:
+    """Read the records of a run whose state is known."""
     path = run.folder / METRICS_FILE
     records = read(path) if path.is_file() else []
     train = tuple(record for record in records if record["kind"] == "train")
@@ -81,7 +86,7 @@ def load_history(run: Run, read: ReadMetrics) -> History:
     )
     versions = run.folder / "run" / "versions.json"
     commit = json.loads(versions.read_text()).get("commit") if versions.is_file() else None
-    return History(run, read_state(run), train, validation, commit)
+    return History(run, state, train, validation, commit)
 
 
 def summarise(matrix: Matrix, histories: Sequence[History]) -> Results:
