@@ -2,10 +2,10 @@
 
     python tools/predict_scaling.py
 
-Reads `tools/bench/results/scaling_h200.jsonl`: steps of one GPU with one and two microbatches give
-the time of a microbatch and what a step costs besides; two GPUs give the rates of the collectives.
-The rates across hosts and the latency of a hop are assumptions, printed above the table.
-`titan_lowprec/titan/step_time.py` is the model.
+`tools/bench/results/scaling_h200.jsonl` has the step of one GPU with one microbatch and the rates
+of collectives between two GPUs, for messages of a layer and of the embedding; the lowest is taken.
+Not measured, printed above the tables: the optimizer's share of the step (its bytes at copy speed),
+the rate across hosts and the latency of a hop. `titan_lowprec/titan/step_time.py` is the model.
 """
 
 import argparse
@@ -25,6 +25,10 @@ LLAMA_1B = ShardedModel(
     reduce_bytes=4,
 )
 GPUS_PER_HOST = 8
+# Clipping reads gradients and writes them; fused AdamW reads four fp32 tensors and writes three.
+UPDATE_BYTES = 10 * 4
+COPY_RATE = 4.26e12
+"""Bytes a second of a device-to-device copy on an H200, read and written."""
 ROWS_PER_MICROBATCH, TOKENS_PER_ROW = 8, 2048
 
 
@@ -51,13 +55,13 @@ def step_s(records: list[dict], recipe: str, *, gpus: int, rows: int) -> float:
 
 
 def measured_parts(records: list[dict], arguments: argparse.Namespace) -> MeasuredParts:
-    """Split the steps of one GPU, and take the slower collective's rate for the host's link."""
-    one = step_s(records, arguments.recipe, gpus=1, rows=ROWS_PER_MICROBATCH)
-    two = step_s(records, arguments.recipe, gpus=1, rows=2 * ROWS_PER_MICROBATCH)
+    """Take the optimizer's bytes out of one GPU's step, and the lowest rate for the link."""
+    update_s = UPDATE_BYTES * LLAMA_1B.parameters / COPY_RATE
+    one_s = step_s(records, arguments.recipe, gpus=1, rows=ROWS_PER_MICROBATCH)
     rates = [r["rate"] for r in records if r["op"] in ("all_gather", "reduce_scatter")]
     return MeasuredParts(
-        compute_s=two - one,
-        update_s=2 * one - two,  # nearly all of it is the optimizer, which shards
+        compute_s=one_s - update_s,
+        update_s=update_s,
         fixed_s=0.0,
         link_rate=min(rates),
         network_rate=arguments.network_rate,
@@ -70,11 +74,10 @@ def main() -> None:
     records = [json.loads(line) for line in RECORDS.read_text().splitlines()]
     parts = measured_parts(records, arguments)
     print(
-        f"{arguments.recipe}: microbatch of {ROWS_PER_MICROBATCH} rows "
-        f"{parts.compute_s * 1e3:.1f} ms, rest of a step {parts.update_s * 1e3:.1f} ms on one GPU, "
-        f"link {parts.link_rate / 1e9:.0f} GB/s (two GPUs); assumed: "
-        f"{parts.network_rate / 1e9:.0f} GB/s a GPU across hosts, "
-        f"{parts.hop_s * 1e6:.0f} us a hop\n"
+        f"{arguments.recipe}: step of one GPU with one microbatch of {ROWS_PER_MICROBATCH} rows "
+        f"{(parts.compute_s + parts.update_s) * 1e3:.1f} ms, link {parts.link_rate / 1e9:.0f} "
+        f"GB/s. Assumed: optimizer {parts.update_s * 1e3:.1f} ms of it, "
+        f"{parts.network_rate / 1e9:.0f} GB/s a GPU across hosts, {parts.hop_s * 1e6:.0f} us a hop.\n"
     )
     for title, shards_of, gpus in (
         ("Parameters sharded over all GPUs", lambda n: n, (1, 2, 4, 8, 16, 32, 64)),

@@ -1,6 +1,9 @@
 """The model of step time on many GPUs, against sums worked out by hand."""
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -74,3 +77,10 @@ def test_impossible_sizes_are_refused(changes, message):
 def test_table_has_a_row_a_prediction():
     lines = markdown_table([predicted(), predicted(gpus=8, shards=8)]).splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["4", "8"]
+
+
+def test_the_published_tables_are_what_the_tool_prints():
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "tools/predict_scaling.py"]
+    printed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    assert printed.strip() in (root / "recipes" / "llama1b_scaling.md").read_text()
