@@ -77,7 +77,8 @@ def main() -> None:
         f"{arguments.recipe}: step of one GPU with one microbatch of {ROWS_PER_MICROBATCH} rows "
         f"{(parts.compute_s + parts.update_s) * 1e3:.1f} ms, link {parts.link_rate / 1e9:.0f} "
         f"GB/s. Assumed: optimizer {parts.update_s * 1e3:.1f} ms of it, "
-        f"{parts.network_rate / 1e9:.0f} GB/s a GPU across hosts, {parts.hop_s * 1e6:.0f} us a hop.\n"
+        f"{parts.network_rate / 1e9:.0f} GB/s a GPU across hosts, "
+        f"{parts.hop_s * 1e6:.0f} us a hop.\n"
     )
     for title, shards_of, gpus in (
         ("Parameters sharded over all GPUs", lambda n: n, (1, 2, 4, 8, 16, 32, 64)),
