@@ -30,7 +30,7 @@ def test_loss_is_plotted_against_tokens_and_steps():
 
 
 def test_keys_with_a_common_beginning_are_matched_by_it():
-    pattern = PLOTS["Output error, worst layer"]["metric_regex"]
+    pattern = PLOTS["Output error"]["metric_regex"]
     assert re.match(pattern, "quantisation/output_error/layer0") and not re.match(pattern, "loss")
 
 
@@ -42,6 +42,15 @@ def test_every_mirrored_key_is_one_that_the_trainer_sends():
     keys = {key for plot in PLOTS.values() for key in plot.get("y", [])}
     assert {key for key in keys if f'"{key}"' not in source} == {dashboard.DIFFERENCE_KEY}
     assert f'"{TOKENS}"' in source
+
+
+def test_specification_is_what_wandb_workspaces_takes(monkeypatch):
+    pytest.importorskip("wandb_workspaces", reason="pip install wandb-workspaces")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    from wandb_workspaces.reports import v2
+
+    plots = [v2.LinePlot(**arguments) for arguments in PLOTS.values()]
+    assert all(plot._to_model() for plot in plots)
 
 
 def test_missing_package_is_named_with_the_remedy(monkeypatch):

@@ -116,21 +116,20 @@ SECTIONS: tuple[Section, ...] = (
         "Quantisation health",
         (
             Panel("Skipped steps", "step", "skipped_steps", ("skipped_steps",), "steps"),
-            health("Output error, worst layer", "quantisation/output_error", "relative L2"),
-            health("Flushed to zero in Q, K, V, worst layer", "quantisation/flushed", SHARE),
-            health("At the largest code in Q, K, V, worst layer", "quantisation/at_maximum", SHARE),
-            health("Range of scale exponents, widest layer", "quantisation/exponent_range", "bits"),
-            health("Flushed to zero in dS, worst layer", "quantisation/ds_flushed", SHARE),
+            health("Output error", "quantisation/output_error", "relative L2"),
+            health("Flushed to zero in Q, K, V", "quantisation/flushed", SHARE),
+            health("At the largest code in Q, K, V", "quantisation/at_maximum", SHARE),
+            health("Range of scale exponents", "quantisation/exponent_range", "bits"),
+            health("Flushed to zero in dS", "quantisation/ds_flushed", SHARE),
         ),
-        "On a slice of every layer's own operands, every metrics.health_every steps. Output error: "
-        "to the exact (fp32) attention of the same operands. dS: under a gradient from N(0, 1).",
+        "Worst layer, on a slice of every layer's own operands, every metrics.health_every steps. "
+        "Output error: to the exact (fp32) attention of the same operands. dS: under a gradient "
+        "from N(0, 1).",
     ),
     Section(
         "Causality",
         (
-            health(
-                "Earlier rows that a change reaches, worst layer", "causality/leaking_rows", "rows"
-            ),
+            health("Earlier rows that a change reaches", "causality/leaking_rows", "rows"),
             health(
                 "Of these before the change's 32-token block",
                 "causality/rows_outside_block",
@@ -138,8 +137,8 @@ SECTIONS: tuple[Section, ...] = (
             ),
             health("Largest change of an earlier row", "causality/relative_change", "relative L2"),
         ),
-        "All tokens from the middle of a 32-token block on are redrawn at a size of 1e6, and "
-        "earlier rows of O, LSE and dQ are compared in bits. With one exponent per block "
+        "Worst layer. All tokens from the middle of a 32-token block on are redrawn at a size of "
+        "1e6, and earlier rows of O, LSE and dQ are compared in bits. With one exponent per block "
         "(attention.scales = token_block), rows of that block may change; rows before it must not.",
     ),
     Section(
