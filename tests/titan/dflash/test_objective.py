@@ -195,6 +195,9 @@ class Rows:
     def load_state_dict(self, state):
         self.at = state["at"]
 
+    def close(self):
+        pass
+
 
 def test_resumed_loader_draws_the_anchors_that_would_have_come():
     def anchored():

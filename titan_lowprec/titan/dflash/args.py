@@ -74,7 +74,7 @@ class DraftModelArgs(BaseModelArgs):
             n_heads=args.n_heads,
             n_kv_heads=args.n_kv_heads or args.n_heads,
             head_dim=args.head_dim,
-            rope_theta=args.rope_theta,
+            rope_theta=float(args.rope_theta),
             tied=getattr(args, "enable_weight_tying", False),
         )
 
