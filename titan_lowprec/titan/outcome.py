@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -29,6 +29,7 @@ class Outcome:
     """Time between the ends of two steps' work on the device; ``None`` where it has no clock."""
 
 
+@runtime_checkable
 class Optimizers(Protocol):
     """TorchTitan's container of optimizers."""
 
