@@ -51,8 +51,10 @@ def test_output_error_is_that_of_the_recipe(recipe, low, high):
 def test_a_block_scale_leaks_inside_the_block_and_nowhere_else():
     leak = health().leak
     assert leak.leaking_rows > 0 and leak.rows_outside_block == 0 and not leak.noise
+    assert 0 <= leak.natural_change < leak.relative_change
     strict = health(dataclasses.replace(MXFP8, scales="token")).leak
-    assert (strict.leaking_rows, strict.relative_change) == (0, 0.0)
+    changes = (strict.relative_change, strict.natural_change)
+    assert strict.leaking_rows == 0 and changes == (0.0, 0.0)
 
 
 def test_a_full_mask_reaches_rows_outside_the_block():

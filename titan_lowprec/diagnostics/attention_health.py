@@ -6,7 +6,7 @@ from statistics import median
 import torch
 
 from titan_lowprec.diagnostics.attention_stats import gradient_statistics
-from titan_lowprec.diagnostics.causal_leak import LARGE_CHANGE, probe_prefix
+from titan_lowprec.diagnostics.causal_leak import LARGE_CHANGE, LeakReport, probe_prefix
 from titan_lowprec.formats.catalogue import E4M3FN, UE8M0
 from titan_lowprec.formats.codec import decode_e4m3fn
 from titan_lowprec.formats.token_blocks import BLOCK_TOKENS, row_metadata
@@ -43,7 +43,11 @@ class LeakHealth:
     rows_outside_block: int
     """Those before the 32-token block of the change, where every recipe must keep its bits."""
     relative_change: float
-    """Largest change of such a row, relative to its norm."""
+    """Largest change of such a row of O, relative to its norm. (A row of dQ can be close to zero,
+    that of a document's first token for example, so that any change of it is large.)"""
+    natural_change: float
+    """The same for tokens redrawn at the operands' own root mean square: what such a leak amounts
+    to among texts, where the other figures say whether there is one."""
     noise: bool
     """Whether two equal calls differed: then the other figures prove nothing."""
 
@@ -148,20 +152,26 @@ def leak_health(
         return None
     block = length // 2 // BLOCK_TOKENS * BLOCK_TOKENS
     change = min(block + BLOCK_TOKENS // 2, length - 1)
-    with torch.enable_grad():
-        report = probe_prefix(
-            *inputs,
-            cu_seqlens_M1.unsqueeze(0),
-            change_at=start + change,
-            size=LARGE_CHANGE,
-            seed=0,
-            spec=spec,
-            impl=impl,
-        )
+    own_size = float(torch.cat([x.float().flatten() for x in inputs[:3]]).square().mean().sqrt())
+
+    def probe(size: float) -> LeakReport:
+        with torch.enable_grad():
+            return probe_prefix(
+                *inputs,
+                cu_seqlens_M1.unsqueeze(0),
+                change_at=start + change,
+                size=size,
+                seed=0,
+                spec=spec,
+                impl=impl,
+            )
+
+    report = probe(LARGE_CHANGE)
     rows = [row for moved in report.rows.values() for row in moved]
     return LeakHealth(
         leaking_rows=len(rows),
         rows_outside_block=sum(row < start + block for row in rows),
-        relative_change=max(report.largest_relative.values()),
+        relative_change=report.largest_relative["O"],
+        natural_change=probe(own_size).largest_relative["O"],
         noise=report.noise,
     )

@@ -135,7 +135,14 @@ SECTIONS: tuple[Section, ...] = (
                 "causality/rows_outside_block",
                 "rows",
             ),
-            health("Largest change of an earlier row", "causality/relative_change", "relative L2"),
+            health(
+                "Largest change of an earlier row of O", "causality/relative_change", "relative L2"
+            ),
+            health(
+                "The same, redrawn at the operands' own size",
+                "causality/natural_change",
+                "relative L2",
+            ),
         ),
         "Worst layer. All tokens from the middle of a 32-token block on are redrawn at a size of "
         "1e6, and earlier rows of O, LSE and dQ are compared in bits. With one exponent per block "

@@ -135,4 +135,5 @@ def layer_figures(health: AttentionHealth) -> Iterator[tuple[str, float]]:
         yield "causality/leaking_rows", float(health.leak.leaking_rows)
         yield "causality/rows_outside_block", float(health.leak.rows_outside_block)
         yield "causality/relative_change", health.leak.relative_change
+        yield "causality/natural_change", health.leak.natural_change
         yield "causality/noise", float(health.leak.noise)
