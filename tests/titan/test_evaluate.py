@@ -1,5 +1,6 @@
 """A trained checkpoint evaluated again, exported, and on a task through lm-eval."""
 
+import dataclasses
 import importlib.util
 import json
 
@@ -96,6 +97,15 @@ def test_exported_folder_is_the_same_model_and_begins_texts_with_bos(saved, expo
     assert (logits - truth).norm() / truth.norm() < 2e-2  # mxfp8 against fp32
     with pytest.raises(ValueError, match=r"must be new or empty"):
         export_hugging_face(saved, exported)
+
+
+@pytest.mark.slow
+def test_weights_in_hugging_face_format_load_as_the_same_model(saved, exported):
+    from_torchtitan = load_model(saved, device=CPU).state_dict()
+    from_export = load_model(dataclasses.replace(saved, weights=exported), device=CPU).state_dict()
+    assert from_torchtitan.keys() == from_export.keys()
+    for name, tensor in from_torchtitan.items():
+        assert torch.equal(tensor, from_export[name]), name
 
 
 @pytest.mark.slow
