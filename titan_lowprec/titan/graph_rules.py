@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 
+from titan_lowprec.titan.config_rules import impl_on_hopper
 from titan_lowprec.titan.config_types import DEGREES, MODEL, Job, Problem, Rule
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -92,10 +93,30 @@ def graph_host_work(job: Job) -> Iterator[Problem]:
     if config.attention.impl == "reference":
         needs = "not be reference with graph.enable: it reads document offsets on the host"
         yield Problem("attention.impl", needs, "reference", "set it to auto or triton")
+    elif attention_is_reference(job):
+        needs = (
+            f"be false with attention.recipe={config.attention.recipe} and {config.model.flavor}'s "
+            "heads: no kernel takes them, and the reference reads document offsets on the host"
+        )
+        yield Problem("graph.enable", needs, True, "set it to false")
+    if config.model.name == "dflash":
+        needs = "be false for dflash, whose loss builds masks and counts acceptance on the host"
+        yield Problem("graph.enable", needs, True, "set it to false")
     if config.quantize.linear.float8.enable_fsdp_float8_all_gather:
         needs = "be false with graph.enable: its all-gather was not proven under capture"
         key = "quantize.linear.float8.enable_fsdp_float8_all_gather"
         yield Problem(key, needs, True, "set it to false")
+
+
+def attention_is_reference(job: Job) -> bool:
+    """Whether even a Hopper GPU would run attention as the PyTorch reference."""
+    head_dim = getattr(job.model_args, "head_dim", None)
+    if head_dim is None:
+        return False
+    try:
+        return impl_on_hopper(job.config, head_dim) == "reference"
+    except ValueError:  # a named implementation that cannot: another rule's
+        return False
 
 
 GRAPH_RULES = (
@@ -105,7 +126,7 @@ GRAPH_RULES = (
     Rule(("graph.enable",), graph_allocator),
     Rule(("graph.enable", "activation_checkpoint"), graph_random_state),
     Rule(
-        (*MODEL, "graph.enable", "training.enable_cpu_offload", "attention.impl", "quantize"),
+        (*MODEL, "graph.enable", "training.enable_cpu_offload", "attention", "quantize"),
         graph_host_work,
     ),
 )

@@ -1,11 +1,15 @@
 """What cannot be captured is refused at start, with its reason."""
 
+from pathlib import Path
+
 import pytest
 
 REFUSED = [
     ({}, "cpu", 1, "graph.enable", "need a CUDA device"),
     ({"parallelism.tensor_parallel_degree": 2}, "cuda", 2, "graph.enable", "not proven"),
     ({"training.enable_cpu_offload": True}, "cuda", 1, "training.enable_cpu_offload", "host"),
+    ({"attention.recipe": "nvfp4_mixed"}, "cuda", 1, "graph.enable", "no kernel takes them"),
+    ({"model.flavor": "tiny"}, "cuda", 1, "graph.enable", "no kernel takes them"),
     ({"attention.impl": "reference"}, "cuda", 1, "attention.impl", "on the host"),
     ({"graph.max_documents": 33}, "cuda", 1, "graph.max_documents", "data.max_documents=32"),
     ({"graph.max_documents": 8}, "cuda", 2, "graph.max_documents", "on every process or on none"),
@@ -39,7 +43,11 @@ def graph(small, changed):
     """A configuration that can be captured on a GPU, with changes."""
 
     def graph(settings):
-        plain = {"graph.enable": True, "activation_checkpoint.mode": "none"}
+        plain = {
+            "graph.enable": True,
+            "activation_checkpoint.mode": "none",
+            "model.flavor": "1B",  # tiny's heads of 32 have no kernels
+        }
         return changed(small, {**plain, **settings})
 
     return graph
@@ -83,3 +91,10 @@ def test_checkpointing_without_the_random_state_is_accepted(graph, problems):
         "activation_checkpoint.preserve_rng_state": False,
     }
     assert problems(graph(settings), device_type="cuda") == []
+
+
+def test_draft_training_is_refused(parse, changed, problems):
+    recipe = Path(__file__).resolve().parents[3] / "recipes" / "dflash_tiny.toml"
+    config = changed(parse(recipe=recipe), {"graph.enable": True})
+    found = [p for p in problems(config, device_type="cuda") if p.key == "graph.enable"]
+    assert any("counts acceptance on the host" in str(p) for p in found)
