@@ -42,13 +42,14 @@ def test_checkpoint_holds_the_draft_alone(trained):
     assert not [n for n in names if "embed" in n or "output" in n or "wq" in n]
 
 
-def test_two_processes_continue_where_one_stopped(train, trained):
+def test_two_processes_with_a_sharded_target_continue_where_one_stopped(train, trained):
     folder = trained.folder.with_name("continued")
     for part in ("checkpoint/step-2", "checkpoint/identity.json"):
         source, target = trained.folder / part, folder / part
         target.parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
-    run = train("continued", "--training.local_batch_size=1", recipe=SMALL, processes=2)
+    changes = ("--training.local_batch_size=1", "--dflash.shard_target")
+    run = train("continued", *changes, recipe=SMALL, processes=2)
     assert run.status == 0, run.output
     assert run.column("step") == [3, 4]
     for name in ("fingerprint", "anchors", "draft_labels"):
