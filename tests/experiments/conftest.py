@@ -55,7 +55,8 @@ for step in range(first + 1, recipe["training"]["steps"] + 1):
     line |= dict(valid_tokens_seen=100 * step, valid_tokens_per_s=1.0, fingerprint=str(step))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\\n")
-    saved.write_text(str(step))
+    (folder / "saving").write_text(str(step))
+    (folder / "saving").replace(saved)  # a signal in between leaves the last checkpoint whole
     if behaviour == "hang" and step == 2:
         time.sleep(600)
 """
