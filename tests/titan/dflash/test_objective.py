@@ -126,6 +126,17 @@ def test_micro_batches_add_up_and_rows_without_anchors_add_nothing(draft):
 
 
 @pytest.mark.slow
+def test_dpace_divides_by_blocks_and_weighs_by_confidence(draft):
+    objective, model = draft("--dflash.objective=dpace")
+    batch = make_batch((20, 28), (48,))
+    assert float(objective.step_denominator([batch], torch.device("cpu"))) == 8
+    loss = objective.loss_sum(model, *batch)
+    objective.job_config.dflash.objective = "decay"
+    assert 0 < float(loss.detach()) != float(objective.loss_sum(model, *batch).detach())
+    assert float(objective.step_denominator([batch], torch.device("cpu"))) != 8
+
+
+@pytest.mark.slow
 def test_features_from_disk_give_the_loss_of_the_target_in_the_process(draft):
     objective, model = draft()
     inputs, labels = make_batch((20, 28), (5, 3, 30))

@@ -18,7 +18,9 @@ SMALL = Path(__file__).with_name("small.toml")
 
 @pytest.fixture(scope="module")
 def trained(train):
-    run = train("draft", recipe=SMALL, module="torchtitan.train")
+    rounds = ("--validation.enable", "--validation.freq=2", "--validation.steps=2")
+    sizes = ("--validation.local_batch_size=3",)
+    run = train("draft", *rounds, *sizes, recipe=SMALL, module="torchtitan.train")
     assert run.status == 0, run.output
     return run
 
@@ -32,6 +34,15 @@ def test_every_step_has_the_figures_of_drafts(trained):
         assert len(record["slot_accuracy"]) == 3
     # an untrained draft guesses: the entropy of 2,048 tokens, within the logits' spread
     assert 7 < trained.column("loss")[0] < 9
+
+
+def test_validation_measures_loss_and_acceptance_with_fixed_anchors(trained):
+    first, second = trained.metrics("validation")
+    assert (first["step"], second["step"]) == (2, 4)
+    # 2 batches of 3 rows with 4 anchors of at most 3 labels
+    assert first["tokens"] == second["tokens"] <= 72
+    assert second["loss"] < first["loss"] < 9, "the same blocks, after more training"
+    assert 1 <= second["acceptance_strict"] <= 4 and len(second["slot_accuracy"]) == 3
 
 
 def test_checkpoint_holds_the_draft_alone(trained):
