@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from tests.titan.trainers import running_trainer  # noqa: E402
 from titan_lowprec.titan.counts import StepCounts  # noqa: E402
 from titan_lowprec.titan.outcome import (  # noqa: E402
     NonFiniteRun,
+    Outcome,
     Outcomes,
     SkippedSteps,
     is_finite,
@@ -114,7 +114,7 @@ def test_the_limit_of_skipped_steps_counts_steps_in_a_row():
     skips = SkippedSteps(2)
     for step, finite in enumerate([False, True, False, False]):
         skips.check(step)
-        skips.count(step, SimpleNamespace(finite=finite, loss=1.0, grad_norm=1.0))
+        skips.count(step, Outcome(1.0, 1.0, finite, StepCounts(*range(7)), False, None))
     assert (skips.total, skips.in_a_row) == (3, 2)
     with pytest.raises(NonFiniteRun, match="step 3: 2 steps in a row"):
         skips.check(3)
