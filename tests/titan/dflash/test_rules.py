@@ -1,5 +1,6 @@
 """Recipes of drafts that cannot work are refused with the key and a remedy; ours are good."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,28 @@ def test_stored_rows_of_another_target_or_tokenizer_are_refused(parse, problems,
         path = stored(tmp_path / str(changes), **changes)
         found = problems(parse(*offline, path))
         assert any(text in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("flavor", "change", "text"),
+    [
+        ("tiny_qwen3", {}, None),
+        ("tiny", {"rope_scaling": {"rope_type": "llama3"}, "rope_theta": 500000.0}, None),
+        ("tiny", {"rope_theta": 500000.0}, "rope_type=llama3"),
+        ("tiny_qwen3", {"rope_scaling": {"type": "yarn"}}, "rope_type=default"),
+        ("tiny_qwen3", {"rope_theta": 10000.0}, "rope_theta=1e+06"),
+        ("tiny_qwen3", {"hidden_size": 256}, "hidden_size=128"),
+        ("tiny_qwen3", {"tie_word_embeddings": True}, "tie_word_embeddings=False"),
+    ],
+)
+def test_hugging_face_target_of_other_sizes_is_refused(
+    parse, problems, tmp_path, flavor, change, text
+):
+    config = {"vocab_size": 2048, "hidden_size": 128, "num_hidden_layers": 4} | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    found = problems(parse(f"--model.flavor={flavor}", f"--dflash.target_path={tmp_path}"))
+    assert [p for p in found if text in p] if text else not found, found
 
 
 def test_paper_flavor_has_the_papers_taps_and_qwens_mask(parse):

@@ -92,9 +92,20 @@ def hugging_face_target(path: str, args: DraftModelArgs) -> Iterator[Problem]:
         if content.get(name, value) != value:
             needs = f"have {name}={value} in its config.json, as the flavor's target has"
             yield Problem("dflash.target_path", needs, content[name], "choose its model.flavor")
-    if content.get("rope_scaling") and args.target_model == "qwen3":
-        needs = "have no rope_scaling in its config.json: only a plain rotary base is implemented"
-        yield Problem("dflash.target_path", needs, content["rope_scaling"], "use another target")
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    expected_kind = {"llama3": "llama3", "qwen3": "default"}.get(args.target_model, kind)
+    if kind != expected_kind:
+        needs = (
+            f"have rope_type={expected_kind} in its config.json: TorchTitan's model has no other"
+        )
+        yield Problem("dflash.target_path", needs, kind, "use another target")
+    theta = content.get("rope_theta", rope.get("rope_theta", shape.rope_theta))
+    if theta != shape.rope_theta:
+        needs = (
+            f"have rope_theta={shape.rope_theta:g} in its config.json, as the flavor's target has"
+        )
+        yield Problem("dflash.target_path", needs, theta, "choose its model.flavor")
 
 
 @for_drafts
