@@ -78,6 +78,8 @@ def test_last_arm_of_each_tiny_matrix_resolves_with_defaults_written_out(resolve
         if "tiny" not in path.stem:
             continue
         matrix = read_matrix(path)
+        if matrix.device == "cuda":  # its arms are checked below, for a GPU
+            continue
         matrix = replace(matrix, arms=matrix.arms[-1:], seeds=(0,))
         (run,) = resolve_runs(matrix, output=tmp_path, resolve=resolve)
         assert run.config["attention"]["impl"] == "auto"
