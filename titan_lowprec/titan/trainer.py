@@ -200,7 +200,7 @@ class LowprecTrainer(_Stock):
     def train(self) -> None:
         """Train to ``training.steps``; every way out leaves a checkpoint that can be resumed."""
         self._resume()
-        signal.signal(signal.SIGTERM, self._on_sigterm)
+        before = signal.signal(signal.SIGTERM, self._on_sigterm)
         profiling = {
             "profiling_config": self.job_config.profiling,
             "global_step": self.step,
@@ -215,6 +215,8 @@ class LowprecTrainer(_Stock):
             except BaseException:
                 self.outcomes.drain_after_failure()
                 raise
+            finally:
+                signal.signal(signal.SIGTERM, before)
         logger.info("Training completed")
 
     def _all_steps(self, profilers: list[Any]) -> None:
@@ -273,8 +275,7 @@ class LowprecTrainer(_Stock):
         if dist.get_rank() == 0:
             save_identity(self.job_config, self.identity)
 
-    def _on_sigterm(self, signum: int, frame: Any) -> None:
-        del signum, frame
+    def _on_sigterm(self, *_: Any) -> None:
         self.stop_wanted = True
         self.stop_requested |= dist.get_world_size() == 1
 

@@ -14,7 +14,6 @@ import dataclasses
 import gc
 import json
 import os
-import signal
 import socket
 import statistics
 import sys
@@ -140,7 +139,6 @@ def running(arguments: list[str]) -> Iterator[Any]:
             dist.destroy_process_group()
         del trainer
         torch._dynamo.reset()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler outlives it
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
