@@ -170,7 +170,9 @@ def test_steps_that_a_resumed_run_repeats_count_for_the_pace(workshop, monkeypat
     runs = workshop.saved()[:2]
     workshop.record(runs[0], [1.0] * 4, status="interrupted")
     sweep = Sweep([runs[1]], [], processes=1, name="sweep")
-    active = Active(runs[0], Slot("CPU 0", {}), None, 0.0, metrics_size(runs[0].folder))
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    active = Active(runs[0], Slot("CPU 0", {}), process, 0.0, metrics_size(runs[0].folder))
     sweep.active.append(active)
     sweep.begun = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: 120.0)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.models.llama3.model.model import apply_rotary_emb
 
 from titan_lowprec.diagnostics.attention_health import AttentionHealth, attention_health
@@ -31,7 +30,7 @@ class HealthProbe:
         every: Steps between measurements; 0 is never.
     """
 
-    def __init__(self, owner: MetricsProcessor, *, every: int) -> None:
+    def __init__(self, owner: Any, *, every: int) -> None:
         self.owner, self.every = owner, every
         self._figures: dict[int, dict[str, AttentionHealth]] = {}
 

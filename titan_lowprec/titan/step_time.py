@@ -100,14 +100,17 @@ def predict(
         raise ValueError(f"predict: gpus must be a multiple of shards = {shards}, got {gpus}")
     microbatches = rows_per_step // together
     rate = parts.link_rate if shards <= gpus_per_host else parts.network_rate
-    gather = _collective_s(parts, model.gather_bytes * model.parameters, shards, rate, model.groups)
-    reduce = _collective_s(parts, model.reduce_bytes * model.parameters, shards, rate, model.groups)
+    gathered, reduced = (
+        float(width * model.parameters) for width in (model.gather_bytes, model.reduce_bytes)
+    )
+    gather = _collective_s(parts, gathered, shards, rate, model.groups)
+    reduce = _collective_s(parts, reduced, shards, rate, model.groups)
     communication = 2 * gather + reduce  # parameters are gathered again for the backward
     first_and_last = (gather + reduce) * model.first_group / model.parameters
     exposed = first_and_last + max(0.0, communication - first_and_last - parts.compute_s)
     replicas = gpus // shards
     across = parts.link_rate if gpus <= gpus_per_host else parts.network_rate
-    shard_bytes = model.reduce_bytes * model.parameters / shards
+    shard_bytes = reduced / shards
     # An all-reduce is a reduction and a gather.
     replicate = 2 * _collective_s(parts, shard_bytes, replicas, across, model.groups)
     busy = microbatches * (parts.compute_s + exposed)

@@ -72,7 +72,7 @@ class DraftMetricsProcessor(LowprecMetricsProcessor):
 
 def dashboard_scalars(figures: dict[str, Any], prefix: str) -> dict[str, float]:
     """Figures as scalars of a dashboard; accuracy gets a name for each slot."""
-    scalars = {f"{prefix}/{name}": v for name, v in figures.items() if name != PER_SLOT}
+    scalars = {f"{prefix}/{name}": float(v) for name, v in figures.items() if name != PER_SLOT}
     for slot, value in enumerate(figures.get(PER_SLOT, []), start=1):
         if value is not None:
             scalars[f"{prefix}/accuracy_slot_{slot}"] = value
