@@ -2,15 +2,11 @@
 
 import copy
 import dataclasses
-import os
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_lowprec import _autoload
 
@@ -20,20 +16,6 @@ from torchtitan.models.llama3.infra.parallelize import apply_fsdp  # noqa: E402
 
 from titan_lowprec.titan.llama3.args import FLAVORS  # noqa: E402
 from titan_lowprec.titan.llama3.model import LowprecLlama  # noqa: E402
-
-
-@pytest.fixture
-def two_ranks():
-    """A mesh of two ranks of which this process is one; collectives are counted, not carried out.
-
-    FSDP gathers nothing on one rank.
-    """
-    if dist.is_initialized():
-        pytest.skip("another test left a process group behind")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    os.environ.setdefault("LOCAL_RANK", "0")
-    yield init_device_mesh("cpu", (2,))
-    dist.destroy_process_group()
 
 
 def communication(mesh, chunk_rows):
@@ -56,8 +38,8 @@ def communication(mesh, chunk_rows):
 
 
 @pytest.mark.slow
-def test_more_chunks_gather_nothing_more(two_ranks):
-    whole, chunked = communication(two_ranks, 32), communication(two_ranks, 4)
+def test_more_chunks_gather_nothing_more(two_counted_ranks):
+    whole, chunked = communication(two_counted_ranks, 32), communication(two_counted_ranks, 4)
     assert chunked == whole
     # embedding, one layer, norm and head: each once a pass, some again before the backward pass
     assert 3 <= sum(count for op, count in whole.items() if "gather" in op) <= 6, whole

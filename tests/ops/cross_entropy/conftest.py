@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @dataclass
@@ -118,18 +117,4 @@ def one_rank(tmp_path):
     )
     os.environ.setdefault("LOCAL_RANK", "0")
     yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def two_counted_ranks():
-    """A mesh of two ranks of which this process is one; collectives are counted, not carried out.
-
-    FSDP gathers nothing on one rank.
-    """
-    if dist.is_initialized():
-        pytest.skip("another test left a process group behind")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    os.environ.setdefault("LOCAL_RANK", "0")
-    yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
