@@ -77,6 +77,7 @@ def test_the_global_batch_counts_ranks_with_different_rows_only(small, changed, 
         ({"recipe": "nvfp4_mixed"}, "recipe must be"),
         ({"recipe": "nvfp4_full"}, "recipe must be"),
         ({"dq_accum": "fp16_boost"}, "dq_accum must be"),
+        ({"delta_gradient": "unquantised_fault"}, "delta_gradient must be"),
         ({"tile_q": 32}, "tile_q and tile_k must be"),
     ],
 )
@@ -87,6 +88,15 @@ def test_triton_is_refused_where_only_a_reference_exists(small, settings, part, 
     assert problem.key == "attention.impl"
     assert part in str(problem)
     assert problems(changed(config, {"attention.impl": "auto"}), device_type="cuda") == []
+
+
+def test_the_fault_of_d_is_refused_where_no_gradient_is_quantised(small, changed, problems):
+    config = changed(small, {"attention.delta_gradient": "unquantised_fault"})
+    assert problems(config) == []
+    for recipe in ("fp32", "bf16"):
+        (problem,) = problems(changed(config, {"attention.recipe": recipe}))
+        assert problem.key == "attention.delta_gradient"
+        assert f"attention.recipe={recipe}, which quantises no gradient" in str(problem)
 
 
 def test_triton_is_accepted_for_what_the_kernels_do(small, changed, problems):

@@ -1,0 +1,85 @@
+"""The benchmark beside stock TorchTitan: its jobs, its turns and its ratios."""
+
+import importlib.util
+import json
+from multiprocessing import Pipe
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from titan_lowprec import _autoload
+
+_autoload.assume_cpu_without_accelerator()
+
+from torchtitan.config import ConfigManager  # noqa: E402
+
+from titan_lowprec.titan.check_config import find_problems  # noqa: E402
+
+PATH = Path(__file__).resolve().parents[2] / "tools" / "bench" / "step_versus_stock.py"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("step_versus_stock", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_contender_is_a_job_without_problems(bench, tmp_path):
+    for name, contender in bench.CONTENDERS.items():
+        text = bench.write_text(tmp_path / f"{name}.jsonl", contender.rows)
+        config = ConfigManager().parse_args(contender.arguments(text, str(tmp_path)))
+        assert config.compile.enable
+        assert config.activation_checkpoint.mode == contender.checkpointing
+        if contender.recipe is not None:
+            assert [*find_problems(config, device_type="cuda", world_size=1)] == []
+
+
+def test_long_rows_are_one_document(bench, tmp_path):
+    short = bench.load_stock_text(str(bench.write_text(tmp_path / "a.jsonl", "2k")))
+    long = bench.load_stock_text(str(bench.write_text(tmp_path / "b.jsonl", "64k")))
+    assert len(short) > 200
+    assert len(long) == 1
+    assert short[7]["text"] in long[0]["text"]
+
+
+def test_a_contender_trains_only_in_its_turn(bench, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    ours, theirs = Pipe()
+    trained = []
+    trainer = SimpleNamespace(step=0, train_step=lambda iterator: trained.append(trainer.step))
+    bench.Turns(trainer, theirs)
+
+    def run():
+        for trainer.step in range(1, bench.WARM_STEPS + bench.BLOCK_STEPS * bench.ROUNDS + 1):
+            trainer.train_step(None)
+
+    thread = Thread(target=run)
+    thread.start()
+    for number in range(bench.ROUNDS):
+        assert ours.recv() == "ready"
+        assert len(trained) == bench.WARM_STEPS + number * bench.BLOCK_STEPS
+        ours.send("go")
+        assert ours.recv() > 0
+    thread.join()
+    assert not ours.poll()
+
+
+def test_ratios_compare_blocks_of_one_round(bench):
+    results = {"2k-mxfp8": {"blocks_s": [0.2, 0.4, 0.2, 0.2], "memory_reserved_gib": 30.0}}
+    line = json.loads(bench.record("2k-mxfp8", results, [0.25, 0.5, 0.3, 0.2], {"run": "x"}))
+    assert line["speed_over_stock"] == 1.25
+    assert line["speed_over_stock_range"] == [1.0, 1.5]
+    assert line["tokens_per_s"] == 81_920
+
+
+def test_a_contender_that_died_is_reported(bench):
+    line = json.loads(
+        bench.record("2k-bf16", {"2k-bf16": {"error": "ended with status 1"}}, [], {})
+    )
+    assert line["error"] == "ended with status 1"
+    assert "step_ms" not in line
