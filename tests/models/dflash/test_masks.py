@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from titan_lowprec.models.dflash.anchors import Anchors
 from titan_lowprec.models.dflash.attention import build_mask
 from titan_lowprec.models.dflash.masks import FLEX_BLOCK, DraftMask
 
@@ -83,3 +84,13 @@ def test_sorted_anchors_keep_blocks_sparse(make_args, make_batch):
         for a in (anchors, mixed)
     ]
     assert kept[0] < 0.8 * kept[1]
+
+
+def test_visible_share_is_the_mean_of_the_dense_mask_over_used_queries():
+    generator = torch.Generator().manual_seed(0)
+    document_BS = torch.tensor([[0] * 11 + [1] * 9, [0] * 15 + [-1] * 5], dtype=torch.int32)
+    position_BA = torch.randint(0, 15, (2, 3), generator=generator).sort(-1).values
+    keep_BA = torch.tensor([[True, True, False], [True, True, True]])
+    mask = DraftMask(Anchors(position_BA, keep_BA), document_BS, 4)
+    used_BT = keep_BA.repeat_interleave(4, dim=1)
+    assert mask.visible_share() == pytest.approx(float(mask.dense()[used_BT].double().mean()))

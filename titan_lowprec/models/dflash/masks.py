@@ -72,6 +72,19 @@ class DraftMask:
         query = torch.arange(self.queries, device=device)[:, None]
         return self.predicate()(row, row, query, torch.arange(self.keys, device=device))
 
+    def visible_share(self) -> float:
+        """Return the share of all keys that a query of a used slot sees, on average.
+
+        It is counted for each anchor, so that no mask of every query and key is needed.
+        """
+        position_BA, keep_BA = self.anchors.position_BA, self.anchors.keep_BA
+        token_S = torch.arange(self.document_BS.shape[1], device=self.document_BS.device)
+        document_BA = self.document_BS.gather(1, position_BA)
+        same = self.document_BS[:, None] == document_BA[..., None]
+        context_BA = (same & (token_S < position_BA[..., None])).sum(-1)
+        seen = context_BA[keep_BA].double() + self.block_tokens
+        return float(seen.mean() / self.keys)
+
     def block_sparse(self) -> BlockMask:
         """Return FlexAttention's form of the mask, one for all heads."""
         return create_block_mask(

@@ -1,105 +1,208 @@
-"""Time and peak memory of a draft's step on a GPU, part by part."""
+"""Time and peak memory of the parts of a draft's steps, taken inside steps of the real trainer."""
 
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torchtitan.train import Trainer
 
-from titan_lowprec.models.dflash.attention import build_mask, draft_attention
-from titan_lowprec.models.dflash.loss import draft_loss
+from titan_lowprec.models.dflash import model as draft_model
 from titan_lowprec.models.dflash.masks import DraftMask
-from titan_lowprec.models.dflash.model import DraftModel
-from titan_lowprec.titan.dflash.batch import anchors_of, blocks_of
-from titan_lowprec.titan.dflash.loader import build_draft_loader
-from titan_lowprec.titan.dflash.objective import DraftObjective
-from titan_lowprec.titan.dflash.store import resolved_args
-from titan_lowprec.titan.dflash.target import build_target
+from titan_lowprec.titan.dflash import objective as objective_module
+from titan_lowprec.titan.dflash.batch import anchors_of
+from titan_lowprec.titan.dflash.part_clock import (
+    ATTENTION,
+    BACKWARD,
+    DATA,
+    DRAFT,
+    FORWARD,
+    HEAD,
+    MASK,
+    STEP,
+    TARGET,
+    UPDATE,
+    Part,
+    PartClock,
+)
 from titan_lowprec.titan.merged_config import MergedJobConfig
+from titan_lowprec.titan.metrics_file import read_metrics
+from titan_lowprec.titan.trainer import make_trainer
 
-GIB = 1024**3
+Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Part:
-    """One part of a step."""
+class StepTimes:
+    """A finished measurement."""
 
-    name: str
-    time_ms: float
-    """Median over iterations, after two that are not counted."""
-    peak_gib: float
-    """Above what was allocated before the part."""
+    steps: int
+    """Counted steps; the first ones are not."""
+    step_ms: tuple[float, ...]
+    losses: tuple[float, ...]
+    """Of every step."""
+    parts: tuple[Part, ...]
+    visible: float
+    """Share of the keys that a used query sees, of one more batch."""
 
-
-def measure(name: str, run: Callable[[], object], *, iterations: int) -> Part:
-    """Time a part with CUDA events."""
-    times: list[float] = []
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    for number in range(iterations + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        if number >= 2:
-            times.append(begin.elapsed_time(end))
-    peak = (torch.cuda.max_memory_allocated() - before) / GIB
-    return Part(name, statistics.median(times), peak)
+    def as_json(self) -> dict[str, Any]:
+        """For a line of JSON."""
+        ordered = sorted(self.step_ms)
+        spread = {
+            "step_ms_median": statistics.median(ordered),
+            "step_ms_10_percent": ordered[len(ordered) // 10],
+            "step_ms_90_percent": ordered[(9 * len(ordered)) // 10],
+        }
+        return asdict(self) | spread
 
 
-def time_parts(job_config: MergedJobConfig, *, iterations: int) -> list[Part]:
-    """Run the parts of one microbatch of a recipe: one GPU, the draft in the compute type."""
-    device, dtype = torch.device("cuda"), torch.bfloat16
-    args = resolved_args(job_config)
-    assert args.draft is not None
-    draft = args.draft
-    target = build_target(
-        args, job_config, device=device, dtype=dtype, max_positions=job_config.training.seq_len
+class _Mark(torch.autograd.Function):
+    """The identity; calls back when all gradients of its tensors have arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, arrived: Callable[[], None], *tensors: Tensor) -> Any:
+        ctx.arrived = arrived
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.arrived()
+        return (None, *gradients)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def watching(trainer: Any, clock: PartClock) -> Iterator[None]:
+    """Mark the parts of a trainer's steps; the numbers that it computes stay the same."""
+    objective, model = trainer.loss_fn, trainer.model_parts[0]
+    attend, lose, build = (
+        draft_model.draft_attention,
+        objective_module.draft_loss,
+        objective_module.build_mask,
     )
-    objective = DraftObjective(args, job_config, target=target, tables=target.tables)
-    with device:
-        model = DraftModel(draft).to(dtype)
-    model.init_weights()
-    host, _ = next(build_draft_loader(1, 0, None, job_config))
-    inputs = {name: tensor.to(device) for name, tensor in host.items()}
-    blocks = blocks_of(inputs, draft)
-    impl = args.attention_impl
-    mask = DraftMask(anchors_of(inputs), inputs["document_ids"], draft.block_tokens)
-    built = build_mask(mask, impl=impl)
-    B, D = len(inputs["input"]), draft.head_dim
-    shapes = [(draft.heads, mask.queries), *[(draft.kv_heads, mask.keys)] * 2]
-    q, k, v = (
-        torch.randn(B, heads, length, D, device=device, dtype=dtype, requires_grad=True)
-        for heads, length in shapes
+    features, run = objective.features, trainer.forward_backward_step
+    memory = trainer.metrics_processor.take_memory
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        q, k, v = _Mark.apply(lambda: clock.end(ATTENTION + BACKWARD), q, k, v)  # pyright: ignore
+        with _inside(clock, ATTENTION + FORWARD):
+            out = attend(q, k, v, **options)
+        return _Mark.apply(lambda: clock.begin(ATTENTION + BACKWARD), out)[0]  # pyright: ignore
+
+    def head_is_done() -> None:
+        clock.end(HEAD + BACKWARD)
+        clock.begin(DRAFT + BACKWARD)
+
+    def loss(hidden_BTE: Tensor, *args: Any, **options: Any) -> Any:
+        (hidden_BTE,) = _Mark.apply(head_is_done, hidden_BTE)  # pyright: ignore
+        with _inside(clock, HEAD + FORWARD):
+            found = lose(hidden_BTE, *args, **options)
+        (loss_sum,) = _Mark.apply(lambda: clock.begin(HEAD + BACKWARD), found.loss_sum)  # pyright: ignore
+        return replace(found, loss_sum=loss_sum)
+
+    def microbatch(**options: Any) -> Tensor:
+        # a step's first microbatch ends the preparation; a later one interrupts the update
+        clock.end(DATA if clock.is_open(DATA) else UPDATE)
+        out = run(**options)
+        clock.end(DRAFT + BACKWARD)
+        clock.begin(UPDATE)
+        return out
+
+    def take_memory() -> Any:
+        clock.sample()  # the trainer begins a new peak here
+        return memory()
+
+    hooks = (
+        model.register_forward_pre_hook(lambda *_: clock.begin(DRAFT + FORWARD), prepend=True),
+        model.register_forward_hook(lambda *_: clock.end(DRAFT + FORWARD)),
     )
-    features = objective.features(inputs)
-    objective.features = lambda inputs: features  # pyright: ignore[reportAttributeAccessIssue]
-    hidden = objective.hidden(model, inputs, blocks).detach().requires_grad_()
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.callback(hook.remove)
+        for owner, name, value in (
+            (draft_model, "draft_attention", attention),
+            (objective_module, "draft_loss", loss),
+            (objective_module, "build_mask", _timed(clock, MASK, build)),
+            (objective, "features", _timed(clock, TARGET, features)),
+            (trainer, "forward_backward_step", microbatch),
+            (trainer.metrics_processor, "take_memory", take_memory),
+        ):
+            stack.enter_context(_replaced(owner, name, value))
+        yield
 
-    def attention() -> None:
-        out = draft_attention(q, k, v, mask=built, impl=impl)
-        out.backward(out.detach())
 
-    def layers() -> None:
-        out = objective.hidden(model, inputs, blocks)
-        out.backward(out.detach())
+@contextmanager
+def _inside(clock: PartClock, name: str) -> Iterator[None]:
+    clock.begin(name)
+    yield
+    clock.end(name)
 
-    options: Any = {
-        "objective": job_config.dflash.objective,
-        "chunk_rows": job_config.loss.chunk_rows,
-        "impl": objective.head,
-    }
 
-    def loss() -> None:
-        draft_loss(hidden, blocks, target.tables, **options).loss_sum.backward()
+def _timed(clock: PartClock, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(*args: Any, **options: Any) -> Any:
+        with _inside(clock, name):
+            return function(*args, **options)
 
-    parts: dict[str, Callable[[], object]] = {
-        "target, layers up to the last tap": lambda: DraftObjective.features(objective, inputs),
-        "mask": lambda: build_mask(mask, impl=impl),
-        "draft layers, forward and backward": layers,
-        f"  attention of one layer, {impl}": attention,
-        f"head and loss, {objective.head}, forward and backward": loss,
-    }
-    return [measure(name, run, iterations=iterations) for name, run in parts.items()]
+    return timed
+
+
+def time_steps(
+    job_config: MergedJobConfig, *, steps: int, warmup: int, seconds: float
+) -> StepTimes:
+    """Train a recipe for some steps and say where their time and memory went.
+
+    Args:
+        job_config: Of a draft; checkpoints and validation are switched off in it.
+        steps: Optimizer steps to count.
+        warmup: Optimizer steps before them, in which kernels are compiled.
+        seconds: No step begins later than that after the call; fewer are counted then.
+
+    Raises:
+        ValueError: The recipe is none of a draft, or replays a graph, whose parts are one.
+    """
+    if job_config.model.name != "dflash" or job_config.graph.enable:
+        raise ValueError(
+            "time_steps: needs a recipe with model.name = dflash and graph.enable = false, got "
+            f"{job_config.model.name} and {job_config.graph.enable}; choose another recipe"
+        )
+    limit = time.perf_counter() + seconds
+    job_config.checkpoint.enable = job_config.validation.enable = False
+    trainer = make_trainer(Trainer)(job_config)
+    try:
+        trainer.metrics_processor.resume_at(0)
+        clock = PartClock(trainer.device)
+        with watching(trainer, clock):
+            data = trainer.batch_generator(trainer.dataloader)
+            while trainer.step < warmup + steps and time.perf_counter() < limit:
+                if trainer.step == warmup:
+                    clock.forget()
+                trainer.step += 1
+                clock.begin_step()
+                clock.begin(DATA)
+                trainer.train_step(data)
+                clock.end(UPDATE)
+                clock.end(STEP)
+            trainer.outcomes.drain()
+        records = read_metrics(Path(job_config.job.dump_folder) / "metrics.jsonl")
+        losses = tuple(record["loss"] for record in records if record["kind"] == "train")
+        counted = len(clock.steps)
+        inputs, _ = next(data)
+        mask = DraftMask(
+            anchors_of(inputs), inputs["document_ids"], trainer.loss_fn.draft.block_tokens
+        )
+        return StepTimes(counted, clock.step_ms(), losses, clock.parts(), mask.visible_share())
+    finally:
+        trainer.close()
