@@ -64,6 +64,8 @@ def test_keys_name_metric_layer_and_operand_and_the_largest_of_them():
     assert figures["quantisation/output_error/largest"] == max(errors) > 1e-3
     flushed = [figures[f"quantisation/flushed/layer{i}.{x}"] for i in range(2) for x in "qkv"]
     assert figures["quantisation/flushed/largest"] == max(flushed)
+    sums = [figures[f"quantisation/ds_row_sum/layer{i}"] for i in range(2)]
+    assert figures["quantisation/ds_row_sum/largest"] == max(sums) > 0
     assert figures["causality/rows_outside_block/largest"] == 0.0
     assert "quantisation/exponent_median/largest" not in figures
     assert probe.take(2) == {}

@@ -62,6 +62,9 @@ class AttentionHealth:
     """Of q, k and v; empty for recipes without e4m3 token blocks."""
     ds_flushed: float | None
     """Share of dS cast to zero for dQ under a gradient from N(0, 1); ``None`` without codes."""
+    ds_row_sum: float | None
+    """Sums of the rows of dS, 0 in exact arithmetic, over the sums of their magnitudes (root mean
+    squares over rows), under the same gradient and before its cast."""
     leak: LeakHealth | None
     """``None`` if no document has two tokens."""
 
@@ -94,13 +97,14 @@ def attention_health(
     exact = attention_packed(
         q.float(), k.float(), v.float(), cu_RM, spec=exact_spec, impl="reference"
     )
-    ds_flushed = None
+    statistics = None
     if spec.quantised:
-        ds_flushed = gradient_statistics(q, k, v, grad_out, cu_RM, spec=spec).ds_flushed_dq
+        statistics = gradient_statistics(q, k, v, grad_out, cu_RM, spec=spec)
     return AttentionHealth(
         output_error=relative_error(out, exact.out_NHD),
         codes=code_health(q, k, v, cu_RM, spec) if spec.recipe in CODED else {},
-        ds_flushed=ds_flushed,
+        ds_flushed=statistics and statistics.ds_flushed_dq,
+        ds_row_sum=statistics and statistics.row_sum_residual,
         leak=leak_health((q, k, v, grad_out), cu_seqlens_M1, spec=spec, impl=impl),
     )
 

@@ -23,6 +23,7 @@ def named_specs(mask: Mask) -> dict[str, AttentionSpec]:
         "mxfp8-lagging": change(mxfp8, weight_exponent=4, max_lag=4, rotate=False),
         "mxfp8-boost": change(mxfp8, dq_accum="fp16_boost", tile_q=32, tile_k=96),
         "mxfp8-centred": change(mxfp8, centring=True, output_residual=True),
+        "mxfp8-fault": change(mxfp8, delta_gradient="unquantised_fault"),
         "mxfp8-paper": change(
             mxfp8, weight_exponent=4, max_lag=4, dv_exponent="fixed", row_sum="rounded", **blocks
         ),

@@ -74,6 +74,18 @@ def head_dim(job: Job) -> Iterator[Problem]:
         )
 
 
+def named_fault(job: Job) -> Iterator[Problem]:
+    """The fault of D where no gradient is quantised, so that an arm of a sweep would be no arm."""
+    section = job.config.attention
+    if section.delta_gradient != "as_in_dp" and section.recipe in ("fp32", "bf16"):
+        yield Problem(
+            "attention.delta_gradient",
+            f"be as_in_dp with attention.recipe={section.recipe}, which quantises no gradient",
+            section.delta_gradient,
+            "remove the fault or choose a quantised recipe",
+        )
+
+
 def high_precision_layers(job: Job) -> Iterator[Problem]:
     """Layer numbers of the model."""
     layers = job.model_args.n_layers
@@ -218,6 +230,7 @@ def converters(job: Job) -> Iterator[Problem]:
 MODEL_RULES = (
     Rule(("attention",), attention_options),
     Rule((*MODEL, "attention"), attention_impl),
+    Rule(("attention.delta_gradient", "attention.recipe"), named_fault),
     Rule((*MODEL, "attention.rotate", "attention.recipe"), head_dim),
     Rule((*MODEL, "attention.high_precision_layers"), high_precision_layers),
     Rule(("model.tie_embeddings",), tied_embeddings),

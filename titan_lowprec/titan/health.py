@@ -125,6 +125,8 @@ def layer_figures(health: AttentionHealth) -> Iterator[tuple[str, float]]:
     yield "quantisation/output_error", health.output_error
     if health.ds_flushed is not None:
         yield "quantisation/ds_flushed", health.ds_flushed
+    if health.ds_row_sum is not None:
+        yield "quantisation/ds_row_sum", health.ds_row_sum
     for operand, codes in health.codes.items():
         yield f"quantisation/at_maximum.{operand}", codes.at_maximum
         yield f"quantisation/flushed.{operand}", codes.flushed

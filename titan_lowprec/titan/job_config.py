@@ -66,6 +66,10 @@ class Attention:
     dq_accum: Literal["fp32", "fp16_boost"] = "fp32"
     """Accumulator of dQ; ``fp16_boost`` is the paper's scaled fp16 (reference only)."""
 
+    delta_gradient: Literal["as_in_dp", "unquantised_fault"] = "as_in_dp"
+    """G in D = rowsum(G * O). ``unquantised_fault`` is a fault, for the ablation: D from G as it
+    came and dP from its codes, so that rows of dS no longer sum to zero (reference only)."""
+
     rotate: bool = True
     """Rotate Q and K by a Hadamard matrix before quantisation. Needs a power-of-two head dim."""
 

@@ -19,6 +19,7 @@ QUANTISED_FIELDS = (
     "max_lag",
     "dv_exponent",
     "dq_accum",
+    "delta_gradient",
     "rotate",
 )
 """Fields of ``[attention]`` that recipes without codes have no use for."""
@@ -72,6 +73,11 @@ def attention_plan(job_config: MergedJobConfig, *, head_dim: int) -> AttentionPl
         f"Attention recipe {spec.recipe}, scales {spec.scales}, fold {spec.fold}: "
         f"attention.impl={section.impl} resolved to {impl} on {device_type}"
     )
+    if spec.delta_gradient != "as_in_dp":
+        logger.warning(
+            f"attention.delta_gradient={spec.delta_gradient}: D and dP use different gradients, "
+            "a fault on purpose; paths like this one have diverged"
+        )
     return AttentionPlan(
         spec=spec.encode(),
         high_precision_layers=sorted(int(layer) for layer in section.high_precision_layers),

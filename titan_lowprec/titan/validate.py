@@ -192,6 +192,8 @@ def attention_rows(config: MergedJobConfig) -> list[tuple[str, str]]:
     recipe = section.recipe
     if section.high_precision_layers:
         recipe += f", bf16 in layers {', '.join(section.high_precision_layers)}"
+    if section.delta_gradient != "as_in_dp":
+        recipe += f" with a fault, delta_gradient={section.delta_gradient}"
     args: Any = get_train_spec(config.model.name).model_args[config.model.flavor]
     return [
         ("attention", f"{recipe}; head dimension {args.head_dim}"),

@@ -278,6 +278,7 @@ def test_unsupported_choices_are_refused_with_a_reason():
     base = spec("mxfp8")
     for changed, word in [
         (change(base, centring=True), "centring"),
+        (change(base, delta_gradient="unquantised_fault"), "delta_gradient"),
         (change(base, gradient_groups="tile"), "gradient_groups"),
         (change(base, tile_k=96), "tile"),
         (AttentionSpec.nvfp4_mixed(mask="causal"), "recipe"),

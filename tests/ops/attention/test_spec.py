@@ -59,6 +59,13 @@ def test_weights_past_448_are_refused_when_the_spec_is_built(c, tau):
         (AttentionSpec.bf16, {"rotate": True}, "quantises nothing"),
         (AttentionSpec.bf16, {"scales": "token_block"}, "quantises nothing"),
         (AttentionSpec.nvfp4_full, {"dq_accum": "fp16_boost"}, "own 4-bit scale rules"),
+        (AttentionSpec.bf16, {"delta_gradient": "unquantised_fault"}, "quantises nothing"),
+        (
+            AttentionSpec.mxfp8,
+            {"delta_gradient": "unquantised_fault", "centring": True},
+            "no G is left",
+        ),
+        (AttentionSpec.mxfp8, {"delta_gradient": "unquantised"}, "delta_gradient must be one of"),
         (AttentionSpec.mxfp8, {"recipe": "fp8"}, "recipe must be one of"),
         (AttentionSpec.mxfp8, {"mask": "sliding"}, "mask must be one of"),
         (AttentionSpec.mxfp8, {"tile_q": 48}, "multiple of 32"),

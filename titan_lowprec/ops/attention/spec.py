@@ -14,6 +14,7 @@ GradientGroups = Literal["tile", "line"]
 RowSum = Literal["unrounded", "rounded"]
 DvExponent = Literal["tile", "fixed"]
 DqAccumulation = Literal["fp32", "fp16_boost"]
+DeltaGradient = Literal["as_in_dp", "unquantised_fault"]
 
 FIXED_DV_EXPONENT = 8
 """Power of two before the e4m3 cast of P in dV under ``dv_exponent="fixed"`` (the paper's)."""
@@ -27,6 +28,7 @@ _CHOICES = {
     "row_sum": RowSum,
     "dv_exponent": DvExponent,
     "dq_accum": DqAccumulation,
+    "delta_gradient": DeltaGradient,
 }
 
 
@@ -72,6 +74,10 @@ class AttentionSpec:
     """Hadamard rotation of Q and K over the head dimension (a power of two)."""
     output_residual: bool
     """Save the low part of a bf16 output, so that D comes from about 16 bits of O."""
+    delta_gradient: DeltaGradient
+    """G in D = rowsum(G * O). ``as_in_dp``: the representation that dP uses. ``unquantised_fault``:
+    a fault, for the ablation: D from G as it came, dP from its codes, so that the rows of dS no
+    longer sum to zero."""
     centring: bool
     """Study: D from the backward's own P and E, divided by the row sum of P."""
     deterministic: bool
@@ -98,6 +104,7 @@ class AttentionSpec:
             dq_accum="fp32",
             rotate=False,
             output_residual=False,
+            delta_gradient="as_in_dp",
             centring=False,
             deterministic=True,
         )
@@ -125,6 +132,7 @@ class AttentionSpec:
             dq_accum="fp32",
             rotate=True,
             output_residual=False,
+            delta_gradient="as_in_dp",
             centring=False,
             deterministic=True,
         )
@@ -211,6 +219,7 @@ def _check_combination(spec: AttentionSpec) -> None:
     if not spec.quantised:
         fixed = {"scales": "token", "fold": "block_scaled", "gradient_groups": "tile"}
         fixed |= {"weight_exponent": 0, "dv_exponent": "tile", "rotate": False}
+        fixed |= {"delta_gradient": "as_in_dp"}
         wrong += [
             f"recipe={spec.recipe!r} quantises nothing: {name} must be {value!r}, "
             f"got {getattr(spec, name)!r}"
@@ -236,6 +245,11 @@ def _check_combination(spec: AttentionSpec) -> None:
         wrong.append(
             "recipe='nvfp4_full' has its own 4-bit scale rules: "
             "use dv_exponent='tile' and dq_accum='fp32'"
+        )
+    if spec.centring and spec.delta_gradient != "as_in_dp":
+        wrong.append(
+            "centring takes D from P and dP, where no G is left to choose: "
+            "use delta_gradient='as_in_dp' or centring=False"
         )
     if wrong:
         raise ValueError("AttentionSpec: " + "; ".join(wrong))

@@ -66,6 +66,7 @@ def unsupported_reason(
         `README.md` beside this file.
     """
     fixed: dict[str, object] = {"dq_accum": "fp32", "centring": False, "row_sum": "unrounded"}
+    fixed |= {"delta_gradient": "as_in_dp"}
     if spec.quantised:
         fixed |= {"fold": "hopper", "gradient_groups": "line", "dv_exponent": "tile"}
     if spec.recipe not in ("bf16", "mxfp8"):

@@ -129,7 +129,7 @@ def _nvfp4_operand(packed: UInt8[Tensor, "N H half"], scale: UInt8[Tensor, "N H 
 def gradient_operand(
     grad_out_NHD: Float[Tensor, "N H D"], cu_seqlens_RM: Int32[Tensor, "R M1"], spec: AttentionSpec
 ) -> Operand:
-    """The incoming gradient, one representation for dP, dV and D."""
+    """The incoming gradient, one representation for dP, dV and (but for a named fault) D."""
     if not spec.quantised:
         return plain_operand(round_plain(grad_out_NHD.to(torch.float32), spec))
     if spec.recipe == "nvfp4_full":

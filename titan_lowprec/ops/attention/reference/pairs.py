@@ -28,7 +28,8 @@ class PairInputs:
     k: Operand
     v: Operand
     g: Operand
-    """The incoming gradient in the representation that dP and D share."""
+    """The incoming gradient in the representation of dP, and of D unless ``delta_gradient`` is
+    the fault."""
     scores: ScoreTiles
     g_QJRTD: Float32[Tensor, "Q J R T D"]
     g_factor_QJRT: Float32[Tensor, "Q J R T"]
@@ -65,7 +66,9 @@ def pair_inputs(
     scores = score_tiles(*score_operands(saved, q, k, spec), plan)
     rows = scores.q_QJRTD.shape[:-1]
     g_tiles = gather_tiles(g.values_NHD, plan.q_token_QT, padding=0.0)
-    centre_QHT = gather_tiles(_output_centre(g, saved), plan.q_token_QT, padding=0.0)
+    fault = spec.delta_gradient == "unquantised_fault"
+    g_of_centre = plain_operand(grad_out_NHD) if fault else g
+    centre_QHT = gather_tiles(_output_centre(g_of_centre, saved), plan.q_token_QT, padding=0.0)
     inputs = PairInputs(
         q=q,
         k=k,
@@ -85,7 +88,7 @@ def pair_inputs(
 
 
 def _output_centre(g: Operand, saved: Saved) -> Float32[Tensor, "N H"]:
-    """D from the output and the gradient's own representation."""
+    """D from the output and the gradient in one representation."""
     out_NHD = saved.out_NHD.to(torch.float32)
     if saved.out_low.numel() > 0:
         out_NHD = out_NHD + saved.out_low.to(torch.float32)
