@@ -43,17 +43,7 @@ COMMON = (
 
 @contextmanager
 def running_trainer(folder, *overrides):
-    """A trainer of the small recipe with a model of head dimension 64; closed at the end.
-
-    One process, or one of those that ``torchrun`` started.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        single = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-        os.environ.update({k: str(v) for k, v in single.items()})
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    """A trainer of the small recipe with a model of head dimension 64; closed at the end."""
     FLAVORS[FLAVOR] = dataclasses.replace(ARGS)
     arguments = [
         f"--job.config_file={SMALL}",
@@ -62,6 +52,23 @@ def running_trainer(folder, *overrides):
         *COMMON,
         *overrides,
     ]
+    try:
+        with trainer_of(arguments) as trainer:
+            yield trainer
+    finally:
+        del FLAVORS[FLAVOR]
+
+
+@contextmanager
+def trainer_of(arguments):
+    """The trainer of a command line; one process, or one of those that ``torchrun`` started."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        single = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+        os.environ.update({k: str(v) for k, v in single.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     trainer = None
     try:
         trainer = make_trainer(Trainer)(ConfigManager().parse_args(arguments))
@@ -72,7 +79,6 @@ def running_trainer(folder, *overrides):
             trainer.close()
         if dist.is_initialized():
             dist.destroy_process_group()
-        del FLAVORS[FLAVOR]
         torch._dynamo.reset()
 
 

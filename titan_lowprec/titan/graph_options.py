@@ -28,12 +28,9 @@ def build_microbatch(trainer: Any) -> EagerMicrobatch | MicrobatchGraph:
 
     if not section.enable:
         return EagerMicrobatch(run, trainer.device)
-    if isinstance(trainer.loss_fn, BatchLoss):
-        raise ConfigError(
-            f"graph.enable: must be false for model.name={trainer.job_config.model.name!r}: its "
-            "loss builds masks and counts acceptance on the host inside the step, got true; "
-            "set it to false"
-        )
+    loss_fn = trainer.loss_fn
+    if isinstance(loss_fn, BatchLoss) and (obstacle := loss_fn.obstacle_to_capture()):
+        raise ConfigError(f"graph.enable: must be false: {obstacle}, got true; set it to false")
     plan = getattr(trainer.model_args, "attention", None)
     if getattr(plan, "impl", "triton") != "triton":
         raise ConfigError(
@@ -53,6 +50,8 @@ def build_microbatch(trainer: Any) -> EagerMicrobatch | MicrobatchGraph:
 
 
 def hooks_are_due(trainer: Any) -> bool:
-    """Whether hooks look into the model in this step: a replay would not run them."""
+    """Whether something looks into the model in this step: a replay would not run it."""
+    if isinstance(trainer.loss_fn, BatchLoss) and trainer.loss_fn.measuring:
+        return True
     every = trainer.metrics_processor.health.every
     return every > 0 and trainer.step % every == 0

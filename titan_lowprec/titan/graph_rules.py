@@ -99,9 +99,6 @@ def graph_host_work(job: Job) -> Iterator[Problem]:
             "heads: no kernel takes them, and the reference reads document offsets on the host"
         )
         yield Problem("graph.enable", needs, True, "set it to false")
-    if config.model.name == "dflash":
-        needs = "be false for dflash, whose loss builds masks and counts acceptance on the host"
-        yield Problem("graph.enable", needs, True, "set it to false")
     if config.quantize.linear.float8.enable_fsdp_float8_all_gather:
         needs = "be false with graph.enable: its all-gather was not proven under capture"
         key = "quantize.linear.float8.enable_fsdp_float8_all_gather"
@@ -111,7 +108,8 @@ def graph_host_work(job: Job) -> Iterator[Problem]:
 def attention_is_reference(job: Job) -> bool:
     """Whether even a Hopper GPU would run attention as the PyTorch reference."""
     head_dim = getattr(job.model_args, "head_dim", None)
-    if head_dim is None:
+    no_target = job.config.model.name == "dflash" and job.config.dflash.features == "offline"
+    if head_dim is None or no_target:
         return False
     try:
         return impl_on_hopper(job.config, head_dim) == "reference"
@@ -126,7 +124,14 @@ GRAPH_RULES = (
     Rule(("graph.enable",), graph_allocator),
     Rule(("graph.enable", "activation_checkpoint"), graph_random_state),
     Rule(
-        (*MODEL, "graph.enable", "training.enable_cpu_offload", "attention", "quantize"),
+        (
+            *MODEL,
+            "graph.enable",
+            "training.enable_cpu_offload",
+            "attention",
+            "quantize",
+            "dflash.features",
+        ),
         graph_host_work,
     ),
 )

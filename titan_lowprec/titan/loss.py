@@ -19,6 +19,13 @@ Batch = tuple[dict[str, Tensor], Tensor]
 class BatchLoss(ABC):
     """A loss that is no function of logits and labels; ``build_loss_fn`` may return one."""
 
+    measuring = False
+    """Whether the microbatches of the current step do more than a replayed graph would repeat."""
+
+    def obstacle_to_capture(self) -> str | None:
+        """Why a CUDA graph cannot hold `loss_sum` on this machine; ``None`` where it can."""
+        return None
+
     @abstractmethod
     def loss_sum(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
         """Summed loss of one microbatch, on the device."""

@@ -28,7 +28,6 @@ ONE_WRONG = [
     ("--loss.impl=logits_fp32", "loss.impl", "linear_chunked"),
     ("--loss.z_loss=0.1", "loss.z_loss", "be 0 for a draft"),
     ("--data.min_document_tokens=1", "data.min_document_tokens", "no candidate"),
-    ("--compile.enable", "compile.enable", "compiled on its own"),
     ("--model.flavor=kimi_k2", "dflash.features", "offline for kimi_k2"),
 ]
 
@@ -56,9 +55,28 @@ def test_taps_outside_the_target_are_refused(parse, problems, taps, text):
     assert problem.startswith("dflash.taps: must name layers 0 to 2") and text in problem
 
 
-def test_graphs_are_refused(parse, problems):
-    found = problems(parse("--graph.enable"), device_type="cuda")
-    assert any("graph.enable: must be false for drafts" in problem for problem in found)
+def capturable(parse, *overrides):
+    """A draft whose steps a GPU can capture, with changes."""
+    plain = ("--graph.enable", "--dflash.acceptance_freq=5", "--attention.recipe=bf16")
+    return parse(*plain, "--model.flavor=qwen3_0p6b", "--dflash.mask_id=151669", *overrides)
+
+
+def test_a_graph_of_a_draft_is_accepted_with_and_without_compile(parse, problems):
+    assert problems(capturable(parse), device_type="cuda") == []
+    assert problems(capturable(parse, "--compile.enable"), device_type="cuda", world_size=2) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "text"),
+    [
+        ("--dflash.acceptance_freq=1", "dflash.acceptance_freq", "not replayed"),
+        ("--dflash.shard_target", "dflash.shard_target", "not proven under capture"),
+        ("--model.flavor=tiny", "graph.enable", "no kernel takes them"),
+    ],
+)
+def test_what_a_graph_of_a_draft_cannot_hold_is_refused(parse, problems, override, key, text):
+    found = problems(capturable(parse, override), device_type="cuda")
+    assert any(p.startswith(f"{key}: ") and text in p for p in found), found
 
 
 def test_spreading_that_drafts_lack_is_refused(parse, problems):

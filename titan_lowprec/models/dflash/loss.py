@@ -1,7 +1,7 @@
 """The two objectives of a draft: weighted cross-entropy whose denominator is known beforehand."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -169,7 +169,9 @@ def bf16_cross_entropy(
         return F.cross_entropy(logits, label, ignore_index=IGNORE_INDEX, reduction="none")
 
     chunks = zip(hidden_NE.split(chunk_rows), label_N.split(chunk_rows), strict=True)
-    per_token = [checkpoint(rows, h, label, use_reentrant=False) for h, label in chunks]
+    # no random numbers are drawn, and a generator's state cannot be saved in a CUDA graph's capture
+    options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+    per_token = [checkpoint(rows, h, label, **options) for h, label in chunks]
     per_token_N = torch.cat(per_token).float()
     if weight_N is not None:
         per_token_N = per_token_N * weight_N

@@ -62,10 +62,18 @@ class DraftObjective(BatchLoss):
         self.head: DraftHead = "logits_bf16" if bf16 else args.head_impl
         self.step = 0
         """Optimizer steps begun."""
-        self.measuring = False
-        """Whether acceptance is counted in the current step."""
+        self.measuring = False  # acceptance is counted in the current step
         self.acceptance: AcceptanceCounts | None = None
         self._figures: dict[str, Any] = {}
+
+    def obstacle_to_capture(self) -> str | None:
+        """The target's reference attention reads offsets; everything else stays on the device."""
+        if self.target is None or self.target.impl == "triton":
+            return None
+        return (
+            "the target's attention runs as its PyTorch reference here, which reads document "
+            "offsets on the host"
+        )
 
     def features(self, inputs: dict[str, Tensor]) -> Float[Tensor, "B S O"]:
         """Hidden states of a batch on the device, from the target or from the batch."""

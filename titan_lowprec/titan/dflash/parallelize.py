@@ -1,4 +1,4 @@
-"""Activation checkpointing and sharding of the draft."""
+"""Activation checkpointing, compile and sharding of the draft."""
 
 import torch.nn as nn
 import torchtitan.distributed.activation_checkpoint as stock_ac
@@ -7,6 +7,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3.infra.parallelize import (
     _op_sac_save_list,
+    apply_compile,
     disable_fsdp_gradient_division,
 )
 from torchtitan.tools.logging import logger
@@ -22,15 +23,18 @@ def parallelize_draft(
 ) -> nn.Module:
     """Wrap the draft in FSDP2 on every mesh, one process included, layer by layer."""
     check_conversion(model, job_config)
+    compiled = job_config.compile.enable and "model" in job_config.compile.components
     if job_config.activation_checkpoint.mode != "none":
         stock_ac._layer_sac_count = 0  # process-global upstream
         stock_ac.apply_ac(
             model,
             job_config.activation_checkpoint,
-            model_compile_enabled=False,
+            model_compile_enabled=compiled,
             op_sac_save_list=_op_sac_save_list,
             base_folder=job_config.job.dump_folder,
         )
+    if compiled:
+        apply_compile(model, job_config.compile)
     training = job_config.training
     options = {
         "mesh": data_parallel_mesh(parallel_dims),

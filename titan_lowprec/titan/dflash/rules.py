@@ -208,24 +208,31 @@ def data(job: Job) -> Iterator[Problem]:
 
 @for_drafts
 def one_way_to_spread(job: Job) -> Iterator[Problem]:
-    """Parallelism and compilation that drafts do not have."""
+    """Parallelism that drafts do not have."""
     degree = job.config.parallelism.tensor_parallel_degree
     if degree > 1:
         needs = "be 1 for drafts, which are spread over data-parallel ranks only"
         yield Problem("parallelism.tensor_parallel_degree", needs, degree, "set it to 1")
-    section = job.config.compile
-    if section.enable and "model" in section.components:
-        needs = "be false for drafts: their attention is compiled on its own"
-        yield Problem("compile.enable", needs, True, "set it to false")
-    if job.config.graph.enable:
-        needs = "be false for drafts: their step makes a mask on the host"
-        yield Problem("graph.enable", needs, True, "set it to false")
     if job.config.training.enable_cpu_offload:
         needs = "be false for drafts: the target's features are on the device"
         yield Problem("training.enable_cpu_offload", needs, True, "set it to false")
     if job.config.metrics.health_every:
         needs = "be 0 for drafts: the measured layers would be the target's"
         yield Problem("metrics.health_every", needs, job.config.metrics.health_every, "set it to 0")
+
+
+@for_drafts
+def graph(job: Job) -> Iterator[Problem]:
+    """Steps that a CUDA graph can hold, and some that it may replay."""
+    if not job.config.graph.enable:
+        return
+    section = job.config.dflash
+    if section.acceptance_freq == 1:
+        needs = "be above 1 with graph.enable: steps that count acceptance are not replayed"
+        yield Problem("dflash.acceptance_freq", needs, 1, "raise it, or set graph.enable to false")
+    if section.shard_target:
+        needs = "be false with graph.enable: gathering the target was not proven under capture"
+        yield Problem("dflash.shard_target", needs, True, "set one of them to false")
 
 
 DRAFT_RULES = (
@@ -240,7 +247,8 @@ DRAFT_RULES = (
     Rule(("dflash.attention", "training.mixed_precision_param"), attention),
     Rule(("data.min_document_tokens", "dflash.features"), data),
     Rule(
-        (*DEGREES, "compile", "graph.enable", "training.enable_cpu_offload", "metrics"),
+        (*DEGREES, "training.enable_cpu_offload", "metrics"),
         one_way_to_spread,
     ),
+    Rule(("graph.enable", "dflash.acceptance_freq", "dflash.shard_target"), graph),
 )

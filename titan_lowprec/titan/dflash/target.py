@@ -12,6 +12,7 @@ from torchtitan.tools.utils import set_default_dtype
 
 from titan_lowprec.models.dflash.decode import TargetStep
 from titan_lowprec.models.dflash.tables import FrozenTables, frozen_tables
+from titan_lowprec.ops.attention.api import Impl as AttentionImpl
 from titan_lowprec.shapes import Float, Int, Int32, Int64, Tensor
 from titan_lowprec.titan.dflash.args import DraftModelArgs, target_args
 from titan_lowprec.titan.dflash.qwen3 import PackedQwen3
@@ -66,10 +67,13 @@ class _Tapped(nn.Module):
 class FrozenTarget:
     """A target that is never trained and is part of no checkpoint."""
 
-    def __init__(self, model: Any, tables: FrozenTables, taps: Sequence[int]) -> None:
+    def __init__(
+        self, model: Any, tables: FrozenTables, taps: Sequence[int], *, impl: AttentionImpl
+    ) -> None:
         self.module = _Tapped(model.requires_grad_(False).eval())
         self.tables = tables
         self.taps = tuple(taps)
+        self.impl: AttentionImpl = impl
         self.max_positions: int = model.model_args.max_seq_len
 
     @torch.no_grad()
@@ -157,7 +161,7 @@ def build_target(
         tied=args.target.tied,
         **PLAIN,
     )
-    return FrozenTarget(model, tables, args.draft.tap_layers)
+    return FrozenTarget(model, tables, args.draft.tap_layers, impl=plan.impl)
 
 
 def build_tables(

@@ -95,6 +95,8 @@ def watching(trainer: Any, clock: PartClock) -> Iterator[None]:
     )
     features, run = objective.features, trainer.forward_backward_step
     memory = trainer.metrics_processor.take_memory
+    section = trainer.job_config.compile
+    compiled = section.enable and "model" in section.components
 
     def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         q, k, v = _Mark.apply(lambda: clock.end(ATTENTION + BACKWARD), q, k, v)  # pyright: ignore
@@ -132,8 +134,9 @@ def watching(trainer: Any, clock: PartClock) -> Iterator[None]:
     with ExitStack() as stack:
         for hook in hooks:
             stack.callback(hook.remove)
+        if not compiled:  # a compiled layer is one part
+            stack.enter_context(_replaced(draft_model, "draft_attention", attention))
         for owner, name, value in (
-            (draft_model, "draft_attention", attention),
             (objective_module, "draft_loss", loss),
             (objective_module, "build_mask", _timed(clock, MASK, build)),
             (objective, "features", _timed(clock, TARGET, features)),
