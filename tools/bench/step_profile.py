@@ -126,11 +126,8 @@ def table(path: str) -> str:
     return "\n".join(rows)
 
 
-def run(arguments: list[str], case: str, output: Path) -> None:
+def run(arguments: list[str], case: str, output: Path, *, keep: str) -> None:
     """Train, record, write a line (rank 0)."""
-    from titan_lowprec import _autoload
-
-    _autoload.assume_cpu_without_accelerator()
     import torch
     from torchtitan.config import ConfigManager
     from torchtitan.train import Trainer
@@ -167,6 +164,8 @@ def run(arguments: list[str], case: str, output: Path) -> None:
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if keep:
+            Path(keep).write_text(trace.read_text())
         trainer.close()
     if rank == 0:
         ms = {group: us / 1e3 / TIMED_STEPS for group, us in time_by_group(events).items()}
@@ -190,11 +189,12 @@ def main() -> None:
     parser.add_argument("--output", default="profile.jsonl")
     parser.add_argument("--case", default="step")
     parser.add_argument("--table", default="")
+    parser.add_argument("--keep_trace", default="", help="write the Chrome trace here too")
     options, arguments = parser.parse_known_args()
     if options.table:
         print(table(options.table))
         return
-    run(arguments, options.case, Path(options.output))
+    run(arguments, options.case, Path(options.output), keep=options.keep_trace)
 
 
 if __name__ == "__main__":
