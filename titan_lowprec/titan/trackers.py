@@ -47,6 +47,9 @@ class WandbTracker:
     first logged, because wandb takes no step twice. Offline, each attempt is a folder of its own
     with the same id: ``wandb sync`` them oldest first. ``metrics.jsonl`` has every step once.
 
+    A wandb that does not start stops the job before its first step. One that fails later is said
+    once, as an error, and left alone: it is a mirror, and the training and ``metrics.jsonl`` go on.
+
     Raises:
         RuntimeError: wandb could not start.
     """
@@ -80,15 +83,32 @@ class WandbTracker:
                 f"{type(error).__name__}: {error}; pass --metrics.wandb_mode offline and "
                 "`wandb sync` later, or --metrics.no-enable_wandb"
             ) from error
+        self._stopped = False
         logger.info(f"wandb run {self._run.id} ({mode}) in {self._run.dir}")
 
     def log(self, scalars: dict[str, float], step: int) -> None:
         """Send the scalars at a step."""
-        self._run.log(scalars, step=step)
+        if not self._stopped:
+            try:
+                self._run.log(scalars, step=step)
+            except Exception as error:
+                self._stop(f"log step {step}", error)
 
     def close(self) -> None:
         """Finish the run, as failed while an exception is being handled."""
-        self._run.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
+        exit_code = 0 if sys.exc_info()[0] is None else 1
+        try:
+            self._run.finish(exit_code=exit_code)
+        except Exception as error:
+            self._stop("finish its run", error)
+
+    def _stop(self, what: str, error: Exception) -> None:
+        """Say that the mirror ends here."""
+        self._stopped = True
+        logger.error(
+            f"wandb could not {what} and gets nothing more: {type(error).__name__}: {error}; "
+            "metrics.jsonl has every step"
+        )
 
 
 Tracker: TypeAlias = TensorBoardTracker | WandbTracker

@@ -1,3 +1,4 @@
+import json
 import os
 import time
 
@@ -5,6 +6,7 @@ import pytest
 import torch
 
 from titan_lowprec.titan import trackers
+from titan_lowprec.titan.run_record import collect_versions
 
 
 def events(folder):
@@ -158,20 +160,93 @@ def test_a_disabled_wandb_is_not_started(build, fake_wandb, config):
     assert fake_wandb == []
 
 
+def test_online_without_a_key_stops_before_training_and_says_what_to_do(
+    build, wandb_environment, config
+):
+    """The real wandb, which would ask a port where nobody listens."""
+    wandb_environment.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    config.metrics.enable_wandb = True
+    config.metrics.wandb_mode = "online"
+    with pytest.raises(RuntimeError, match=r"mode online.*key.*--metrics\.wandb_mode offline"):
+        build()
+
+
+def test_a_wandb_that_fails_later_is_said_once_and_leaves_the_metrics(
+    build, fake_wandb, config, tmp_path, record, caplog
+):
+    config.metrics.log_freq = 1
+    processor = build()
+    (tracker,) = processor._trackers
+    asked = []
+
+    def fail(scalars, step):
+        asked.append(step)
+        raise ConnectionError("the service has gone")
+
+    def finish(exit_code):
+        raise BrokenPipeError("so has its pipe")
+
+    tracker._run.log, tracker._run.finish = fail, finish
+    with caplog.at_level("ERROR"):
+        for step in (1, 2, 3):
+            processor.log_step(record(step))
+        processor.close()
+    errors = [line.getMessage() for line in caplog.records if line.levelname == "ERROR"]
+    assert len(errors) == 2 and "log step 1" in errors[0] and "service has gone" in errors[0]
+    assert "finish its run" in errors[1] and asked == [1]
+    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3]
+
+
+def wandb_records(data):
+    """Records of an offline run: LevelDB's log format behind a header of seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    place, parts = 7, b""
+    while place + 7 <= len(data):
+        room = 32768 - place % 32768
+        if room < 7:
+            place += room
+            continue
+        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        parts += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record = Record()
+            record.ParseFromString(parts)
+            yield record
+            parts = b""
+
+
 @pytest.mark.slow
-def test_an_offline_wandb_run_writes_its_history(
+def test_an_offline_wandb_run_holds_config_group_tags_versions_commit_and_history(
     build, wandb_environment, config, tmp_path, record
 ):
     config.metrics.enable_wandb = True
-    wandb_environment.setenv("WANDB_MODE", "offline")
+    for name, value in {"MODE": "offline", "RUN_GROUP": "sweep", "RUN_TAGS": "fp8,packed"}.items():
+        wandb_environment.setenv(f"WANDB_{name}", value)
+    config.attention.recipe = "mxfp8"
     processor = build()
     for step in range(1, 11):
         processor.log_step(record(step))
     processor.close()
-    (run,) = (tmp_path / "wandb").glob("offline-run-*")
-    (history,) = run.glob("*.wandb")
-    assert history.stem == f"run-{trackers.run_id(tmp_path, '')}"
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    (file,) = folder.glob("*.wandb")
+    assert file.stem == f"run-{trackers.run_id(tmp_path, '')}"
     deadline = time.monotonic() + 20  # wandb's writer process flushes a moment after finish()
-    while b"loss_metrics/global_avg_loss" not in history.read_bytes():
-        assert time.monotonic() < deadline, history.read_bytes()[:200]
+    while not any(item.HasField("exit") for item in wandb_records(file.read_bytes())):
+        assert time.monotonic() < deadline, file.read_bytes()[:200]
         time.sleep(0.05)
+    records = list(wandb_records(file.read_bytes()))
+    run = next(item.run for item in records if item.HasField("run"))
+    assert (run.run_group, set(run.tags)) == ("sweep", {"fp8", "packed"})
+    settings = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert settings["attention"]["recipe"] == "mxfp8" and settings["training"]["seq_len"] == 8
+    assert settings["versions"] == collect_versions()
+    assert settings["versions"]["torch"] == torch.__version__ and "commit" in settings["versions"]
+    history = [
+        {key: item.value_json for item in entry.history.item for key in item.nested_key}
+        for entry in records
+        if entry.HasField("history")
+    ]
+    assert [json.loads(row["loss_metrics/global_avg_loss"]) for row in history] == [2.5] * 3
