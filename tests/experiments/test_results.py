@@ -179,6 +179,28 @@ def notes_of(results):
     return notes(results, results.matrix.base.parent)
 
 
+def test_a_baseline_that_diverged_is_not_held_against_the_arm(workshop):
+    losses = {f"recipe=bf16/seed{s}": math.nan for s in range(2)}
+    losses |= {f"recipe=mxfp8/seed{s}": 3.0 for s in range(2)}
+    record_all(workshop, losses)
+    row = arm(results_of(workshop), "recipe=mxfp8")
+    assert row.verdict == "undecided (the baseline's loss is not finite)"
+
+
+def test_an_arm_that_diverged_is_not_acceptable(workshop):
+    losses = {f"recipe=bf16/seed{s}": 3.0 for s in range(2)}
+    losses |= {f"recipe=mxfp8/seed{s}": math.inf for s in range(2)}
+    record_all(workshop, losses)
+    row = arm(results_of(workshop), "recipe=mxfp8")
+    assert row.verdict == "not acceptable (loss not finite)"
+
+
+def test_batches_that_nobody_recorded_are_not_called_equal(workshop, tmp_path):
+    lines = notes(results_of(workshop), tmp_path)
+    assert not any("saw the baseline's batches" in line for line in lines)
+    assert any(line.startswith("No run says yet which batches") for line in lines)
+
+
 def test_nothing_finished_gives_a_table_without_numbers(workshop):
     results = results_of(workshop)
     assert common_tokens(results.matrix, results.histories) == 0

@@ -45,6 +45,14 @@ def test_all_runs_finish_and_a_second_start_has_nothing_to_do(workshop):
     assert to_do(runs, retry_failed=True) == []
 
 
+def test_a_run_that_another_sweep_finished_meanwhile_is_not_started_again(workshop):
+    runs = workshop.saved()
+    workshop.sweep(runs[:1])
+    good, shown = workshop.sweep(runs[:2])  # a list from before the first sweep ended
+    assert good and shown[0] == f"{runs[0].name}: another sweep has finished it"
+    assert read_state(runs[0]).attempts == 1 and read_state(runs[1]).status == "finished"
+
+
 def test_crashing_arm_fails_with_its_error_and_the_others_finish(workshop):
     runs = workshop.saved()
     good, _ = workshop.sweep(runs, behaviour={"recipe=bf16": "crash"})

@@ -91,6 +91,9 @@ def baseline_text(results: Results) -> str:
 def pairing_note(results: Results) -> str:
     """Which arms saw the baseline's batches."""
     unequal = [arm.arm for arm in results.arms if arm.same_batches is False]
+    unknown = [arm.arm for arm in results.arms if arm.same_batches is None]
+    if unknown and not unequal:
+        return f"No run says yet which batches these arms saw: {', '.join(unknown)}."
     if not unequal:
         return "Every arm saw the baseline's batches of equal seed (fingerprints of all steps)."
     return (

@@ -176,7 +176,9 @@ def arm_result(
         difference=difference,
         same_batches=same_batches(items, baseline),
         tokens_per_s=speed(items),
-        verdict=verdict(matrix, arm, items, difference),
+        verdict=verdict(
+            matrix, arm, items, difference, base=estimate([b for _, b in pairs]) if pairs else None
+        ),
     )
 
 
@@ -213,7 +215,14 @@ def speed(items: Sequence[History]) -> float | None:
     return sum(medians) / len(medians) if medians else None
 
 
-def verdict(matrix: Matrix, arm: str, items: Sequence[History], difference: Estimate | None) -> str:
+def verdict(
+    matrix: Matrix,
+    arm: str,
+    items: Sequence[History],
+    difference: Estimate | None,
+    *,
+    base: Estimate | None,
+) -> str:
     """Judge an arm by the acceptable difference; crashes and single seeds decide nothing good."""
     failed = sum(item.state.status == "failed" for item in items)
     if failed:
@@ -225,6 +234,8 @@ def verdict(matrix: Matrix, arm: str, items: Sequence[History], difference: Esti
         return "baseline"
     if difference is None:
         return "undecided (no pair with the baseline)"
+    if base is not None and not math.isfinite(base.mean):
+        return "undecided (the baseline's loss is not finite)"
     if not math.isfinite(difference.mean):
         return "not acceptable (loss not finite)"
     if difference.low is None or difference.high is None:

@@ -202,6 +202,11 @@ class Sweep:
             return
         recipe = run.folder / RECIPE_FILE
         earlier, reached, size = read_state(run), last_step(run.folder), metrics_size(run.folder)
+        if earlier.status == "finished":
+            os.close(lock)
+            self.done += 1
+            self.show(f"{run.name}: another sweep has finished it")
+            return
         slot = self.free.pop(0)
         write_state(run, replace(earlier, status="running", attempts=earlier.attempts + 1))
         environment = {
