@@ -55,7 +55,7 @@ def token_metadata(cu_seqlens_M1: Int32[Tensor, " M1"], *, total_tokens: int) ->
         block spans two documents, wherever they start.
 
     Source:
-        FLAMIA, arXiv:2511.03344 (32-token blocks); the confinement to documents is ours.
+        FLAMIA, arXiv:2611.03344 (32-token blocks); the confinement to documents is ours.
     """
     return row_metadata(cu_seqlens_M1.unsqueeze(0), row_tokens=total_tokens)
 

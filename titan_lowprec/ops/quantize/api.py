@@ -210,7 +210,7 @@ def quantize_token_blocks(
         The maximum is over integers: bits depend on neither device nor order of arrival.
 
     Source:
-        FLAMIA, arXiv:2511.03344, for 32-token blocks over all features.
+        FLAMIA, arXiv:2611.03344, for 32-token blocks over all features.
     """
     _check_dtype("quantize_token_blocks", x_NHD)
     _check_tokens("quantize_token_blocks", x_NHD, block_N, axes="N H D")
@@ -251,7 +251,7 @@ def scale_table(
         Exact.
 
     Source:
-        FLAMIA, arXiv:2511.03344, for one exponent per block.
+        FLAMIA, arXiv:2611.03344, for one exponent per block.
     """
     _check_tokens("scale_table", scale_NH, block_N, axes="N H")
     return reference.scale_table_reference(scale_NH, block_N, capacity)
@@ -275,7 +275,7 @@ def quantize_tiles(x_TS: Float[Tensor, "*B T S"], *, tile: int, scale_mode: Scal
         As ``quantize_mxfp8``.
 
     Source:
-        FLAMIA, arXiv:2511.03344, for 32x32 tiles of score gradients.
+        FLAMIA, arXiv:2611.03344, for 32x32 tiles of score gradients.
     """
     _check_groups("quantize_tiles", x_TS, tile)
     if x_TS.ndim < 2 or x_TS.shape[-2] % tile != 0:
