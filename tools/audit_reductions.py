@@ -1,6 +1,7 @@
 """How far losses over a large vocabulary are from float64, ours beside PyTorch's own.
 
-    python tools/audit_reductions.py
+    python tools/audit_reductions.py                             # cross-entropy
+    python tools/audit_reductions.py --draft titan_lowprec/models  # attention too, and the claims
 
 On a CPU, bf16 operands. A path is exact if its loss is within 1e-6 of float64, if dX and dW are
 within 1.1 times what rounding the exact gradients to bf16 costs, and if a micro-batch whose labels
@@ -157,7 +158,14 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--json", action="store_true", help="print JSON lines, not a table")
+    parser.add_argument("--draft", type=Path, help="folder for the audit of draft training")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="of --draft")
     arguments = parser.parse_args()
+    if arguments.draft is not None:
+        import audit_claims
+
+        audit_claims.write(arguments.draft, arguments.device)
+        return 0
     shape = (arguments.rows, arguments.vocabulary, arguments.width)
     if not arguments.json:
         print(f"torch {torch.__version__}, N, V, E = {shape}, bf16")
