@@ -1,7 +1,7 @@
 """Quantisation kernels equal the reference in bits; work lists equal a plain-Python one.
 
-On a GPU everything runs; without one, the work lists run when Triton interprets (see
-``tests/ops/attention/test_kernel_interpreted.py``).
+On a GPU everything runs; without one, the work lists and one case of quantisation run when Triton
+interprets (see ``tests/ops/attention/test_kernel_interpreted.py``).
 """
 
 import itertools
@@ -10,6 +10,8 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
 
 from titan_lowprec.formats.token_blocks import row_metadata  # noqa: E402
 from titan_lowprec.ops.hadamard.api import hadamard  # noqa: E402
@@ -83,6 +85,33 @@ def transposed_by_hand(codes_NHD, blocks):
 def test_codes_bytes_and_transposed_codes_equal_the_reference(
     name, head_dim, rotate, scales, dtype
 ):
+    compare_with_reference(name, head_dim, rotate, scales, dtype)
+
+
+@pytest.fixture
+def rounding_casts(monkeypatch):
+    """Let interpreted e4m3 casts round to nearest and saturate, as compiled ones do."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    plain = InterpreterBuilder.create_fp_to_fp
+
+    def cast(builder, source, target, rounding):
+        if (source.dtype.scalar, target.scalar) != (tl.float32, tl.float8e4nv):
+            return plain(builder, source, target, rounding)
+        codes = torch.tensor(source.data).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return TensorHandle(codes.view(torch.uint8).numpy(), target.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_fp_to_fp", cast)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="compiled, all cases run")
+@pytest.mark.parametrize("rotate, dtype", [(True, torch.bfloat16), (False, torch.float32)])
+def test_interpreted_codes_equal_the_reference(rounding_casts, rotate, dtype):
+    compare_with_reference("no document", 64, rotate, "token_block", dtype)
+    compare_with_reference("ragged", 64, rotate, "token_block", dtype)
+
+
+def compare_with_reference(name, head_dim, rotate, scales, dtype):
     cu_seqlens, row_tokens = offsets(name)
     total = row_tokens * cu_seqlens.shape[0]
     x = torch.randn(total, 3, head_dim) * torch.exp2(torch.randint(-30, 30, (total, 1, 1)).float())

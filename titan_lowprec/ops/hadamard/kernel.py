@@ -5,19 +5,19 @@ import triton.language as tl
 
 
 @triton.jit
-def hadamard_butterflies(x, ROWS: tl.constexpr, D: tl.constexpr):
-    """Rotate the rows of an fp32 tile ``[ROWS, D]``; bit for bit ``hadamard_reference``.
+def hadamard_butterflies(x, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """Butterflies at strides 1, 2, ..., D/2 down the columns of an fp32 tile ``[D, COLUMNS]``.
 
-    Butterflies at strides 1, 2, ..., D/2, then one multiply by ``D**-0.5``.
+    Not yet multiplied by ``D**-0.5``. Split over tensors, a longer transform does its smallest
+    and largest strides between them, in the order of ``hadamard_reference``.
     """
-    STRIDES: tl.constexpr = D // 2
     for stage in tl.static_range(7):
-        if (1 << stage) <= STRIDES:
-            pairs = tl.reshape(x, [ROWS, D // (2 << stage), 2, 1 << stage])
-            low, high = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-            pairs = tl.permute(tl.join(low + high, low - high), (0, 1, 3, 2))
-            x = tl.reshape(pairs, [ROWS, D])
-    return x * (D**-0.5)
+        if (2 << stage) <= D:
+            pairs = tl.reshape(x, [D // (2 << stage), 2, 1 << stage, COLUMNS])
+            low, high = tl.split(tl.permute(pairs, (0, 2, 3, 1)))
+            pairs = tl.permute(tl.join(low + high, low - high), (0, 3, 1, 2))
+            x = tl.reshape(pairs, [D, COLUMNS])
+    return x
 
 
 @triton.jit

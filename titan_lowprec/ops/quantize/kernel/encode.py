@@ -37,10 +37,45 @@ def scale_exponent(byte):
 
 
 @triton.jit
-def scale_rows(x, byte):
-    """Values to be cast to e4m3 under scale bytes that broadcast against them."""
-    scaled = x * scale_factor(tl.maximum(254 - byte, 0))
-    return tl.where(byte == 255, 0.0, scaled)  # within +-448 by the rceil rule
+def cast_factor(byte):
+    """What brings values under scale bytes into e4m3; codes under 255 are to be cleared."""
+    return scale_factor(tl.maximum(254 - byte, 0))
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def magnitude_bits(x, AXIS: tl.constexpr, COMPILED: tl.constexpr):
+    """fp32 bits of the largest magnitude along an axis; those of a NaN where there is one.
+
+    Compiled, magnitudes are compared as floats: their sign costs nothing there. The interpreter
+    is quick at plain reductions alone.
+    """
+    if COMPILED:
+        bits = tl.reduce(tl.abs(x), AXIS, _larger).to(tl.int32, bitcast=True)
+    else:
+        bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
+    return bits
+
+
+@triton.jit
+def widen_pair(word):
+    """fp32 values of two bf16 in 32-bit words, the lower half first."""
+    return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_pairs(ptr, pair, mask):
+    """fp32 of the even and odd values at pairs of places; bf16 pairs come as 32-bit words."""
+    if ptr.dtype.element_ty == tl.int32:
+        even, odd = widen_pair(tl.load(ptr + pair, mask=mask, other=0))
+    else:
+        even = tl.load(ptr + 2 * pair, mask=mask, other=0.0)
+        odd = tl.load(ptr + 2 * pair + 1, mask=mask, other=0.0)
+    return even, odd
 
 
 @triton.jit
@@ -80,6 +115,80 @@ def pack_codes(x0, x1, x2, x3, COMPILED: tl.constexpr):
             x0.to(tl.float8e4nv), x1.to(tl.float8e4nv), x2.to(tl.float8e4nv), x3.to(tl.float8e4nv)
         )
     return word
+
+
+@triton.jit
+def unpack_codes(word, COMPILED: tl.constexpr):
+    """fp32 values of the four e4m3 codes of 32-bit words, the lowest byte first."""
+    if COMPILED:
+        x0, x1, x2, x3 = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high, h0, h1, h2, h3;
+            .reg .b32 a, b;
+            mov.b32 {low, high}, $4;
+            cvt.rn.f16x2.e4m3x2 a, low;
+            cvt.rn.f16x2.e4m3x2 b, high;
+            mov.b32 {h0, h1}, a;
+            mov.b32 {h2, h3}, b;
+            cvt.f32.f16 $0, h0;
+            cvt.f32.f16 $1, h1;
+            cvt.f32.f16 $2, h2;
+            cvt.f32.f16 $3, h3;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r",
+            [word],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        x0 = (word & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        x1 = ((word >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        x2 = ((word >> 16) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        x3 = ((word >> 24) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _gather_byte(r0, r1, r2, r3, BYTE: tl.constexpr):
+    word = (r0 >> (8 * BYTE)) & 0xFF
+    word = word | (((r1 >> (8 * BYTE)) & 0xFF) << 8)
+    word = word | (((r2 >> (8 * BYTE)) & 0xFF) << 16)
+    return word | (((r3 >> (8 * BYTE)) & 0xFF) << 24)
+
+
+@triton.jit
+def transpose_bytes(r0, r1, r2, r3, COMPILED: tl.constexpr):
+    """Four words of four bytes, seen as a 4 x 4 matrix of bytes, transposed."""
+    if COMPILED:
+        c0, c1, c2, c3 = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, b, c, d;
+            prmt.b32 a, $4, $5, 0x5140;
+            prmt.b32 b, $6, $7, 0x5140;
+            prmt.b32 c, $4, $5, 0x7362;
+            prmt.b32 d, $6, $7, 0x7362;
+            prmt.b32 $0, a, b, 0x5410;
+            prmt.b32 $1, a, b, 0x7632;
+            prmt.b32 $2, c, d, 0x5410;
+            prmt.b32 $3, c, d, 0x7632;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r,r,r,r",
+            [r0, r1, r2, r3],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        c0 = _gather_byte(r0, r1, r2, r3, 0)
+        c1 = _gather_byte(r0, r1, r2, r3, 1)
+        c2 = _gather_byte(r0, r1, r2, r3, 2)
+        c3 = _gather_byte(r0, r1, r2, r3, 3)
+    return c0, c1, c2, c3
 
 
 @triton.jit

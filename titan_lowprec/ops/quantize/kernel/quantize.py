@@ -10,11 +10,15 @@ from titan_lowprec.formats.token_blocks import BLOCK_TOKENS
 from titan_lowprec.ops.hadamard.kernel import hadamard_butterflies
 from titan_lowprec.ops.quantize.common import BlockScales
 from titan_lowprec.ops.quantize.kernel.encode import (
-    join_codes,
+    cast_factor,
+    load_pairs,
+    magnitude_bits,
     pack_codes,
     scale_byte,
     scale_exponent,
-    scale_rows,
+    transpose_bytes,
+    unpack_codes,
+    widen_pair,
 )
 from titan_lowprec.ops.quantize.kernel.work_items import TILE_BLOCKS
 from titan_lowprec.shapes import Float, Float8e4m3fn, Int32, Tensor
@@ -25,94 +29,108 @@ _WORDS = tl.constexpr(BLOCK_TOKENS // 4)
 
 
 @triton.jit
+def _load_halves(ptr, at, mask, PAIRS: tl.constexpr):
+    """Even and odd features ``[PAIRS, 32]`` of the lower half, then of the upper, from pairs.
+
+    The split by halves is one across threads: it moves words of two bf16, and from there on a
+    thread has all features of a token.
+    """
+    if ptr.dtype.element_ty == tl.int32:
+        word = tl.trans(tl.load(ptr + at, mask=mask, other=0))  # [2 PAIRS, 32]
+        low, high = tl.split(tl.permute(tl.reshape(word, [2, PAIRS, _BLOCK]), (1, 2, 0)))
+        a, b = widen_pair(low)
+        c, d = widen_pair(high)
+    else:
+        even, odd = load_pairs(ptr, at, mask)
+        even = tl.reshape(tl.trans(even), [2, PAIRS, _BLOCK])
+        a, c = tl.split(tl.permute(even, (1, 2, 0)))
+        odd = tl.reshape(tl.trans(odd), [2, PAIRS, _BLOCK])
+        b, d = tl.split(tl.permute(odd, (1, 2, 0)))
+    return a, b, c, d
+
+
+@triton.jit
+def _pack_features(even, odd, factor, PAIRS: tl.constexpr, COMPILED: tl.constexpr):
+    """Codes of ``[PAIRS, 32]`` even and odd features as words ``[PAIRS // 2, 32]``."""
+    even = tl.reshape(even * factor[None, :], [PAIRS // 2, 2, _BLOCK])
+    odd = tl.reshape(odd * factor[None, :], [PAIRS // 2, 2, _BLOCK])
+    x0, x2 = tl.split(tl.permute(even, (0, 2, 1)))
+    x1, x3 = tl.split(tl.permute(odd, (0, 2, 1)))
+    return pack_codes(x0, x1, x2, x3, COMPILED)
+
+
+@triton.jit
 def _quantize_rows(
-    x_ptr, codes_ptr, scale_ptr, items_ptr,
+    x_ptr, words_ptr, scale_ptr, items_ptr,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROTATE: tl.constexpr, SCALES: tl.constexpr,
+    ROTATE: tl.constexpr, SCALES: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scale bytes of one block of up to 32 tokens of one head."""
-    slot = tl.program_id(0)
-    head = tl.program_id(1)
+    """Codes and scale bytes of one block of up to 32 tokens of one head, by one warp."""
+    PAIRS: tl.constexpr = BLOCK_D // 4
+    slot = tl.program_id(0) // H
+    head = tl.program_id(0) % H
     start = tl.load(items_ptr + slot * 4)
     length = tl.load(items_ptr + slot * 4 + 1)
+    first = tl.load(items_ptr + slot * 4 + 2) * _BLOCK
     if length == 0:
         return
-    features = tl.arange(0, BLOCK_D)
-    position = tl.load(items_ptr + slot * 4 + 2) * _BLOCK + tl.arange(0, _BLOCK)
-    token = (start + position).to(tl.int64)
-    at = (token * H + head)[:, None] * D + features[None, :]
-    inside = (position < tl.abs(length))[:, None] & (features < D)[None, :]
-    live = (position < length)[:, None] & (features < D)[None, :]
-    values = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)  # [32, D]
+    base = (start + first).to(tl.int64) * H + head
+    n = tl.arange(0, _BLOCK)
+    live = first + n < length
+    inside = first + n < tl.abs(length)
+    pair = tl.arange(0, 2 * PAIRS)
+    at = base * (D // 2) + (n[:, None] * (H * D // 2) + pair[None, :])
+    a, b, c, d = _load_halves(x_ptr, at, live[:, None] & (pair < D // 2)[None, :], PAIRS)
     if ROTATE:
-        values = hadamard_butterflies(values, _BLOCK, D)
-    bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+        a, b, c, d = a + b, a - b, c + d, c - d
+        a = hadamard_butterflies(a, PAIRS, _BLOCK)
+        b = hadamard_butterflies(b, PAIRS, _BLOCK)
+        c = hadamard_butterflies(c, PAIRS, _BLOCK)
+        d = hadamard_butterflies(d, PAIRS, _BLOCK)
+        a, b, c, d = a + c, b + d, a - c, b - d
+        a, b, c, d = a * (D**-0.5), b * (D**-0.5), c * (D**-0.5), d * (D**-0.5)
+    low = tl.maximum(magnitude_bits(a, 0, COMPILED), magnitude_bits(b, 0, COMPILED))
+    high = tl.maximum(magnitude_bits(c, 0, COMPILED), magnitude_bits(d, 0, COMPILED))
+    bits = tl.maximum(low, high)  # [32]
     if SCALES == "token_block":
         bits = tl.zeros([_BLOCK], tl.int32) + tl.max(bits, 0)
     byte = scale_byte(bits)
-    codes = scale_rows(values, byte[:, None]).to(tl.float8e4nv)
-    tl.store(codes_ptr + at, codes, mask=inside)
-    byte = tl.where(position < length, byte, 0).to(tl.uint8)
-    tl.store(scale_ptr + token * H + head, byte, mask=position < tl.abs(length))
+    factor = cast_factor(byte)
+    low = _pack_features(a, b, factor, PAIRS, COMPILED)
+    high = _pack_features(c, d, factor, PAIRS, COMPILED)
+    words = tl.join(low, high) & tl.where(byte == 255, 0, -1)[None, :, None]
+    words = tl.reshape(tl.permute(words, (1, 2, 0)), [_BLOCK, PAIRS])
+    word = tl.arange(0, PAIRS)
+    at = base * (D // 4) + (n[:, None] * (H * D // 4) + word[None, :])
+    tl.store(words_ptr + at, words, mask=inside[:, None] & (word < D // 4)[None, :])
+    tl.store(scale_ptr + base + n * H, tl.where(live, byte, 0).to(tl.uint8), mask=inside)
 
 
 @triton.jit
-def _quarter_position(unit, QUARTER: tl.constexpr):
-    """Positions of the tokens in byte QUARTER of the block's eight 32-bit words."""
-    word = tl.arange(0, _WORDS)
-    place = 16 * (word // 4) + 8 * (QUARTER // 2) + 2 * (word % 4) + QUARTER % 2
-    return unit * _BLOCK + place
+def _split_words(pairs, CHUNKS: tl.constexpr):
+    """First and second pair of every four features."""
+    return tl.split(tl.reshape(pairs, [CHUNKS, 2, 16, 2, 2]))
 
 
 @triton.jit
-def _load_quarter(
-    x_ptr, position, start, length, head,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+def _encode_columns(
+    even, odd, codes_ptr, scale_ptr, at, token, live, inside, wide,
+    CHUNKS: tl.constexpr, SCALES: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    features = tl.arange(0, BLOCK_D)
-    at = ((start + position).to(tl.int64) * H + head)[:, None] * D + features[None, :]
-    live = (position < length)[:, None] & (features < D)[None, :]
-    return tl.load(x_ptr + at, mask=live, other=0.0)  # [8, D]
-
-
-@triton.jit
-def _finish_quarter(
-    values, bits, position, start, length, head, slot, columns,
-    out_ptr, low_ptr, lse_ptr, codes_ptr, scale_ptr, delta_ptr, shifted_ptr,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    SOURCE: tl.constexpr, REDUCE: tl.constexpr,
-):  # fmt: skip
-    """Scale eight tokens for their cast and store everything but the transposed codes."""
-    features = tl.arange(0, BLOCK_D)
-    token = (start + position).to(tl.int64)
-    at = (token * H + head)[:, None] * D + features[None, :]
-    wide = (features < D)[None, :]
-    inside = position < tl.abs(length)
-    live = position < length
-    exponent = tl.zeros([_WORDS], tl.float32)
-    codes = values
-    if SOURCE == "values":
-        byte = scale_byte(bits)
-        values = scale_rows(values, byte[:, None])
-        codes = values.to(tl.float8e4nv)
-        exponent = scale_exponent(byte)
-        tl.store(codes_ptr + at, codes, mask=inside[:, None] & wide)
-        tl.store(scale_ptr + token * H + head, tl.where(live, byte, 0).to(tl.uint8), mask=inside)
-    if REDUCE != "nothing":
-        out = tl.load(out_ptr + at, mask=live[:, None] & wide, other=0.0).to(tl.float32)
-        if REDUCE == "residual":
-            out += tl.load(low_ptr + at, mask=live[:, None] & wide, other=0.0).to(tl.float32)
-        delta = tl.sum(codes.to(tl.float32) * out, 1)
-        lse = tl.load(lse_ptr + token * H + head, mask=live, other=float("inf"))
-        place = head.to(tl.int64) * columns + slot * _BLOCK + position % _BLOCK
-        tl.store(delta_ptr + place, delta)
-        tl.store(shifted_ptr + place, lse - exponent)
-    return values
-
-
-@triton.jit
-def _magnitude(x):
-    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    """Store codes and scale bytes; words ``[CHUNKS, 2, 16, 2]`` and exponents ``[1, 2, 16, 1]``."""
+    bits = tl.maximum(magnitude_bits(even, 3, COMPILED), magnitude_bits(odd, 3, COMPILED))
+    if SCALES == "token_block":
+        bits = tl.zeros([2, 16], tl.int32) + tl.max(tl.max(tl.max(bits, 2), 1), 0)
+    else:
+        bits = tl.max(bits, 0)
+    byte = scale_byte(bits)[None, :, :, None]
+    factor = cast_factor(byte)
+    x0, x2 = _split_words(even * factor, CHUNKS)
+    x1, x3 = _split_words(odd * factor, CHUNKS)
+    words = pack_codes(x0, x1, x2, x3, COMPILED) & tl.where(byte == 255, 0, -1)
+    tl.store(codes_ptr + at, words, mask=inside & wide)
+    tl.store(scale_ptr + token, tl.where(live, byte, 0).to(tl.uint8), mask=inside)
+    return words, scale_exponent(byte)
 
 
 @triton.jit
@@ -123,66 +141,79 @@ def _quantize_columns(
     SCALES: tl.constexpr, SOURCE: tl.constexpr, REDUCE: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """One block of up to 32 tokens of one head, with its transposed codes.
+    """One block of up to 32 tokens of one head with its transposed codes, by one warp.
 
     SOURCE "values" quantises; "codes" only transposes; "bf16" only reduces. REDUCE "output" or
     "residual" writes D in units of the token's scale, and the LSE less the scale's exponent.
-    Tokens are taken in four quarters of eight, so that four codes of a feature make a word.
+    Tiles are ``[chunks of eight features, halves of the block, 16 tokens, features]``: at D = 128
+    the first two axes lie across threads and stay there, so that a thread has, for eight
+    features, all tokens of its 16 bytes of transposed codes.
     """
-    slot = tl.program_id(0)
-    head = tl.program_id(1)
+    CHUNKS: tl.constexpr = BLOCK_D // 8
+    slot = tl.program_id(0) // H
+    head = tl.program_id(0) % H
     start = tl.load(items_ptr + slot * 4)
     length = tl.load(items_ptr + slot * 4 + 1)
     unit = tl.load(items_ptr + slot * 4 + 2)
-    features = tl.arange(0, BLOCK_D)
-    words = words_ptr + (head.to(tl.int64) * D + features)[:, None] * (columns // 4)
-    words += slot * _WORDS + tl.arange(0, _WORDS)[None, :]
-    wide = (features < D)[:, None] & (tl.arange(0, _WORDS) >= 0)[None, :]
+    chunk = tl.arange(0, CHUNKS)[:, None, None, None]
+    half = tl.arange(0, 2)[None, :, None, None]
+    feature = 8 * chunk + tl.arange(0, 8)[None, None, :, None]
+    column = 4 * half + tl.arange(0, 4)[None, None, None, :]
+    words_ptr += head.to(tl.int64) * D * (columns // 4) + slot * _WORDS
+    columns_at = words_ptr + (feature * (columns // 4) + column)  # [CHUNKS, 2, 8, 4]
+    columns_mask = (feature < D) & (column >= 0)
     if length == 0:
         if SOURCE != "bf16" and unit < _TILE_BLOCKS:
             # A tile of the last document may reach past the last block.
-            tl.store(words, tl.zeros([BLOCK_D, _WORDS], tl.int32), mask=wide)
+            tl.store(columns_at, tl.zeros([CHUNKS, 2, 8, 4], tl.int32), mask=columns_mask)
         return
-    n0 = _quarter_position(unit, 0)
-    n1 = _quarter_position(unit, 1)
-    n2 = _quarter_position(unit, 2)
-    n3 = _quarter_position(unit, 3)
-    x0 = _load_quarter(x_ptr, n0, start, length, head, H, D, BLOCK_D)
-    x1 = _load_quarter(x_ptr, n1, start, length, head, H, D, BLOCK_D)
-    x2 = _load_quarter(x_ptr, n2, start, length, head, H, D, BLOCK_D)
-    x3 = _load_quarter(x_ptr, n3, start, length, head, H, D, BLOCK_D)
-    b0 = tl.zeros([_WORDS], tl.int32)
-    b1, b2, b3 = b0, b0, b0
-    if SOURCE == "values":
-        x0, x1, x2, x3 = (
-            x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
-        )  # fmt: skip
-        b0, b1, b2, b3 = _magnitude(x0), _magnitude(x1), _magnitude(x2), _magnitude(x3)
-        if SCALES == "token_block":
-            largest = tl.max(tl.maximum(tl.maximum(b0, b1), tl.maximum(b2, b3)), 0)
-            b0 = tl.zeros([_WORDS], tl.int32) + largest
-            b1, b2, b3 = b0, b0, b0
-    if SOURCE != "codes":
-        x0 = _finish_quarter(
-            x0, b0, n0, start, length, head, slot, columns, out_ptr, low_ptr, lse_ptr,
-            codes_ptr, scale_ptr, delta_ptr, shifted_ptr, H, D, BLOCK_D, SOURCE, REDUCE,
-        )  # fmt: skip
-        x1 = _finish_quarter(
-            x1, b1, n1, start, length, head, slot, columns, out_ptr, low_ptr, lse_ptr,
-            codes_ptr, scale_ptr, delta_ptr, shifted_ptr, H, D, BLOCK_D, SOURCE, REDUCE,
-        )  # fmt: skip
-        x2 = _finish_quarter(
-            x2, b2, n2, start, length, head, slot, columns, out_ptr, low_ptr, lse_ptr,
-            codes_ptr, scale_ptr, delta_ptr, shifted_ptr, H, D, BLOCK_D, SOURCE, REDUCE,
-        )  # fmt: skip
-        x3 = _finish_quarter(
-            x3, b3, n3, start, length, head, slot, columns, out_ptr, low_ptr, lse_ptr,
-            codes_ptr, scale_ptr, delta_ptr, shifted_ptr, H, D, BLOCK_D, SOURCE, REDUCE,
-        )  # fmt: skip
+    n = 16 * half + tl.arange(0, 16)[None, None, :, None]  # [1, 2, 16, 1]
+    live = unit * _BLOCK + n < length
+    inside = unit * _BLOCK + n < tl.abs(length)
+    token = (start + unit * _BLOCK).to(tl.int64) * H + head
+    word = 2 * chunk + tl.arange(0, 2)[None, None, None, :]
+    words_at = token * (D // 4) + (n * (H * D // 4) + word)
     if SOURCE == "codes":
-        tl.store(words, tl.trans(join_codes(x0, x1, x2, x3)), mask=wide)
-    elif SOURCE == "values":
-        tl.store(words, tl.trans(pack_codes(x0, x1, x2, x3, COMPILED)), mask=wide)
+        words = tl.load(x_ptr + words_at, mask=live & (word < D // 4), other=0)
+    else:
+        pair = 4 * chunk + tl.arange(0, 4)[None, None, None, :]
+        at = token * (D // 2) + (n * (H * D // 2) + pair)
+        mask = live & (pair < D // 2)
+        token = token + n * H
+        even, odd = load_pairs(x_ptr, at, mask)
+        exponent = 0.0
+        if SOURCE == "values":
+            words, exponent = _encode_columns(
+                even, odd, codes_ptr, scale_ptr, words_at, token, live, inside, word < D // 4,
+                CHUNKS, SCALES, COMPILED,
+            )  # fmt: skip
+        if REDUCE != "nothing":
+            o_even, o_odd = load_pairs(out_ptr, at, mask)
+            if REDUCE == "residual":
+                low_even, low_odd = load_pairs(low_ptr, at, mask)
+                o_even += low_even
+                o_odd += low_odd
+            if SOURCE == "values":
+                g0, g1, g2, g3 = unpack_codes(words, COMPILED)
+                o0, o2 = _split_words(o_even, CHUNKS)
+                o1, o3 = _split_words(o_odd, CHUNKS)
+                delta = tl.sum((g0 * o0 + g1 * o1) + (g2 * o2 + g3 * o3), 3)
+            else:
+                delta = tl.sum(even * o_even + odd * o_odd, 3)
+            lse = tl.load(lse_ptr + token, mask=live, other=float("inf"))
+            place = head.to(tl.int64) * columns + slot * _BLOCK + n
+            tl.store(delta_ptr + place, tl.sum(delta, 0)[None, :, :, None])
+            tl.store(shifted_ptr + place, lse - exponent)
+    if SOURCE != "bf16":
+        # Token 8a + 2b + c of a half is byte 2a + c of its word b.
+        words = tl.permute(tl.reshape(words, [CHUNKS, 2, 2, 4, 2, 2]), (0, 1, 5, 3, 4, 2))
+        a0, a1 = tl.split(words)
+        r0, r1 = tl.split(a0)
+        r2, r3 = tl.split(a1)
+        c0, c1, c2, c3 = transpose_bytes(r0, r1, r2, r3, COMPILED)  # [CHUNKS, 2, 2 words, 4]
+        codes = tl.join(tl.join(c0, c2), tl.join(c1, c3))
+        codes = tl.reshape(tl.permute(codes, (0, 1, 2, 4, 5, 3)), [CHUNKS, 2, 8, 4])
+        tl.store(columns_at, codes, mask=columns_mask)
 
 
 def interpreted() -> bool:
@@ -215,19 +246,31 @@ def _empty_columns(x_NHD: Tensor, blocks: Tensor) -> Tensor:
     return words.view(torch.float8_e4m3fn)
 
 
+def _pairs(x: Tensor) -> Tensor:
+    """bf16 as 32-bit words of two, fp32 as it is."""
+    return x.view(torch.int32) if x.dtype == torch.bfloat16 else x
+
+
+def _grid_and_sizes(x_NHD: Tensor, blocks: Tensor) -> tuple[tuple[int], dict[str, int | bool]]:
+    """Programs of one warp, the heads of a block side by side, as tokens lie in memory."""
+    _, H, D = x_NHD.shape
+    sizes = {"H": H, "D": D, "BLOCK_D": triton.next_power_of_2(D), "COMPILED": not interpreted()}
+    return (blocks.shape[0] * H,), sizes | {"num_warps": 1}
+
+
 def _launch_columns(
     x_NHD: Tensor, blocks: Tensor, operand: Operand, out: Tensor, low: Tensor, lse: Tensor,
     **choices: str,
 ) -> None:  # fmt: skip
-    N, H, D = x_NHD.shape
-    if N == 0:
+    if x_NHD.shape[0] == 0:
         return
-    _quantize_columns[(blocks.shape[0], H)](
-        x_NHD, out, low, lse, operand.codes_NHD, operand.scale_NH,
+    grid, sizes = _grid_and_sizes(x_NHD, blocks)
+    coded = choices["SOURCE"] == "codes"
+    _quantize_columns[grid](
+        x_NHD.view(torch.int32) if coded else _pairs(x_NHD), _pairs(out), _pairs(low), lse,
+        operand.codes_NHD.view(torch.int32), operand.scale_NH,
         operand.transposed_HDC.view(torch.int32), operand.delta_HC, operand.shifted_lse_HC,
-        blocks, blocks.shape[0] * BLOCK_TOKENS,
-        H=H, D=D, BLOCK_D=triton.next_power_of_2(D), COMPILED=not interpreted(),
-        num_warps=4, **choices,
+        blocks, blocks.shape[0] * BLOCK_TOKENS, **sizes, **choices,
     )  # fmt: skip
 
 
@@ -255,7 +298,7 @@ def quantize_operand(
     Source:
         arXiv:2611.03344, section 3.1; 8-bit wgmma operands in shared memory are K-major only.
     """
-    N, H, D = x_NHD.shape
+    N, H, _ = x_NHD.shape
     device = x_NHD.device
     none = torch.empty(0, dtype=torch.int32, device=device)
     operand = Operand(
@@ -271,10 +314,10 @@ def quantize_operand(
             SCALES=scales, SOURCE="values", REDUCE="nothing",
         )  # fmt: skip
     elif N:
-        _quantize_rows[(blocks.shape[0], H)](
-            x_NHD, operand.codes_NHD, operand.scale_NH, blocks,
-            H=H, D=D, BLOCK_D=triton.next_power_of_2(D), ROTATE=rotate, SCALES=scales,
-            num_warps=1,
+        grid, sizes = _grid_and_sizes(x_NHD, blocks)
+        _quantize_rows[grid](
+            _pairs(x_NHD), operand.codes_NHD.view(torch.int32), operand.scale_NH, blocks,
+            ROTATE=rotate, SCALES=scales, **sizes,
         )  # fmt: skip
     if transpose and rotate:
         operand = replace(operand, transposed_HDC=transpose_codes(operand.codes_NHD, blocks))
