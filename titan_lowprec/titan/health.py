@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torchtitan.models.llama3.model.model import apply_rotary_emb
 
 from titan_lowprec.diagnostics.attention_health import AttentionHealth, attention_health
 from titan_lowprec.shapes import Tensor
 from titan_lowprec.titan.llama3.model import LowprecAttention
+from titan_lowprec.titan.llama3.rotary import rotate
 
 SLICE_TOKENS = 256
 """Tokens of the first row that are measured; a causal prefix, so it is attention of its own."""
@@ -83,14 +83,13 @@ def layer_health(
     hidden: Tensor,
     freqs_cis: Tensor,
     attention_masks: Tensor,
-    positions: Tensor | None = None,
 ) -> AttentionHealth:
     """Measure a block from the arguments of its forward; one KV head and its query heads."""
     attention: LowprecAttention = layer.attention
     T, D = min(hidden.shape[1], SLICE_TOKENS), attention.head_dim
     x = layer.attention_norm(hidden[:1, :T].detach())
     q, k, v = (w(x).view(1, T, -1, D) for w in (attention.wq, attention.wk, attention.wv))
-    q, k = apply_rotary_emb(q, k, freqs_cis, positions if positions is None else positions[:1, :T])
+    q, k = rotate(q, freqs_cis[:1, :T]), rotate(k, freqs_cis[:1, :T])
     group = q.shape[2] // k.shape[2]
     return attention_health(
         q[0, :, :group].contiguous(),

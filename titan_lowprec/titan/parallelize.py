@@ -1,5 +1,7 @@
 """Tensor parallel, activation checkpointing, compile and sharding of our models."""
 
+from typing import cast
+
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -35,23 +37,27 @@ def parallelize_llama(
             loss_parallel=False,  # our cross-entropy reduces whole rows of logits
             enable_float8_tensorwise_tp=False,
         )
+    mesh = data_parallel_mesh(parallel_dims)
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     apply_activation_checkpointing(model, job_config, compiled=compiled)
     if compiled:
         apply_compile(model, job_config.compile)
     apply_fsdp(
         model,
-        data_parallel_mesh(parallel_dims),
+        mesh,
         param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
         pp_enabled=False,
         cpu_offload=job_config.training.enable_cpu_offload,
         reshard_after_forward_policy=job_config.parallelism.fsdp_reshard_after_forward,
     )
-    if device_type == "cpu":
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        if device_type == "cpu":
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+        if mesh.size() == 1:
+            # TorchTitan's 1.0 costs a division of every gradient there; unset divides by the size
+            module.set_gradient_divide_factor(cast(float, None))
     logger.info(
         f"Applied FSDP2: {parallel_dims.dp_replicate} replicas of {parallel_dims.dp_shard} shards"
     )

@@ -51,7 +51,9 @@ class _Tapped(nn.Module):
         complete: bool,
     ) -> TargetOutput:
         model = self.model
-        rope = model.freqs_cis if isinstance(model, LowprecLlama) else model.rope_cache
+        llama = isinstance(model, LowprecLlama)
+        S = tokens_BS.shape[1]
+        rope = model.rotation(position_BS, tokens=S) if llama else model.rope_cache
         h = model.tok_embeddings(tokens_BS)
         tapped: dict[int, Tensor] = {}
         for number, layer in enumerate(model.layers.values()):

@@ -5,12 +5,7 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torchtitan.models.llama3.model.model import (
-    Attention,
-    Transformer,
-    TransformerBlock,
-    apply_rotary_emb,
-)
+from torchtitan.models.llama3.model.model import Attention, Transformer, TransformerBlock
 
 from titan_lowprec.ops.attention.api import Impl as AttentionImpl
 from titan_lowprec.ops.attention.api import attention_packed
@@ -18,12 +13,14 @@ from titan_lowprec.ops.attention.spec import AttentionSpec
 from titan_lowprec.ops.cross_entropy.api import VocabularyShard, linear_cross_entropy
 from titan_lowprec.shapes import Float, Int, Int32, Tensor
 from titan_lowprec.titan.llama3.args import LowprecLlamaArgs
+from titan_lowprec.titan.llama3.rotary import rotate, rotation_of
 
 
 class LowprecAttention(Attention):
     """Llama attention over packed documents.
 
-    Takes the place that TorchTitan gives to ``attention_masks`` for the rows' ``cu_seqlens``.
+    Takes the place that TorchTitan gives to ``attention_masks`` for the rows' ``cu_seqlens``, and
+    that of ``freqs_cis`` for the rotation of each token (``LowprecLlama.rotation``).
     """
 
     def __init__(self, layer_id: int, model_args: LowprecLlamaArgs) -> None:
@@ -35,15 +32,16 @@ class LowprecAttention(Attention):
     def forward(
         self,
         x: Float[Tensor, "B T E"],
-        freqs_cis: Tensor,
+        freqs_cis: Float[Tensor, "R T F 2"],
         attention_masks: Int32[Tensor, "B M"],
         positions: Int[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B T E"]:
+        del positions  # the rotation has them
         B, T, _ = x.shape
         D = self.head_dim
         # -1 heads: tensor parallel may have sharded them
         q_BTHD, k_BTJD, v_BTJD = (w(x).view(B, T, -1, D) for w in (self.wq, self.wk, self.wv))
-        q_BTHD, k_BTJD = apply_rotary_emb(q_BTHD, k_BTJD, freqs_cis, positions)
+        q_BTHD, k_BTJD = rotate(q_BTHD, freqs_cis), rotate(k_BTJD, freqs_cis)
         out = attention_packed(
             q_BTHD.flatten(0, 1),
             k_BTJD.flatten(0, 1),
@@ -137,6 +135,12 @@ class LowprecLlama(Transformer):
             sharded.copy_(distribute_tensor(value, sharded.device_mesh, sharded.placements))
         self.freqs_cis = twin.freqs_cis
 
+    def rotation(
+        self, positions: Int[Tensor, "B T"] | None, *, tokens: int
+    ) -> Float[Tensor, "R T F 2"]:
+        """What every layer takes as ``freqs_cis``: ``(B, T, D / 2, 2)``, or one row for all."""
+        return rotation_of(self.freqs_cis, positions, tokens=tokens)
+
     def forward(
         self,
         tokens: Int[Tensor, "B T"],
@@ -168,8 +172,9 @@ class LowprecLlama(Transformer):
             B, T = tokens.shape
             cu_seqlens = torch.tensor([0, T], dtype=torch.int32, device=tokens.device).repeat(B, 1)
         h = self.tok_embeddings(tokens)
+        rotation = self.rotation(positions, tokens=tokens.shape[1])
         for layer in self.layers.values():
-            h = layer(h, self.freqs_cis, attention_masks=cu_seqlens, positions=positions)
+            h = layer(h, rotation, attention_masks=cu_seqlens)
         h = self.norm(h)
         return self.output(h) if labels is None else self.output(h, labels=labels)
 
