@@ -50,7 +50,7 @@ def test_a_part_is_the_median_over_steps_of_the_sum_of_its_calls(ticks):
 
 def test_other_models_and_graphs_are_refused(parse):
     with pytest.raises(ValueError, match=r"graph\.enable = false"):
-        time_steps(parse("--graph.enable"), steps=1, warmup=0, seconds=60)
+        time_steps(parse("--graph.enable"), steps=1, warmup=0, seconds=60.0)
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_measured_steps_have_the_losses_of_an_unwatched_run(
         config.job.dump_folder = str(tmp_path / name)
         return time_steps(config, warmup=1, **options)
 
-    watched = run("watched", steps=3, seconds=600)
+    watched = run("watched", steps=3, seconds=600.0)
     assert watched.steps == 3 and len(watched.losses) == 4
     parts = {part.name: part for part in watched.parts}
     assert set(parts) == set(PARTS)
@@ -82,4 +82,4 @@ def test_measured_steps_have_the_losses_of_an_unwatched_run(
     monkeypatch.setattr(timing.PartClock, "end", lambda *_: None)
     monkeypatch.setattr(timing.PartClock, "parts", lambda _: ())
     monkeypatch.setattr(timing.PartClock, "step_ms", lambda _: ())
-    assert run("plain", steps=3, seconds=600).losses == watched.losses
+    assert run("plain", steps=3, seconds=600.0).losses == watched.losses
