@@ -47,7 +47,7 @@ WARM_STEPS = 2
 BLOCK_STEPS = 4
 FP8 = (
     "--model.converters=quantize.linear.float8",
-    "--quantize.linear.float8.recipe_name=rowwise",
+    "--quantize.linear.float8.recipe_name=rowwise_with_gw_hp",
     "--quantize.linear.float8.filter_fqns=output",
 )
 CHECKPOINTING = {

@@ -42,6 +42,8 @@ WARM_STEPS = 3
 BLOCK_STEPS = 6
 ROUNDS = 4
 FLAVOR = "stock1p35B"
+FP8_ALL = (*FP8[:1], "--quantize.linear.float8.recipe_name=rowwise", *FP8[2:])
+"""The gradient of the weight in FP8 too."""
 ROWS = {"2k": (8, 2048), "64k": (1, 65536)}
 """Rows of a step and their tokens; the documents of "64k" are as long as its rows."""
 
@@ -100,6 +102,7 @@ CONTENDERS = {
     "2k-mxfp8": Contender("2k", "mxfp8", graph=True),
     "2k-mxfp8-eager": Contender("2k", "mxfp8"),
     "2k-mxfp8-fp8linear": Contender("2k", "mxfp8", graph=True, options=FP8),
+    "2k-mxfp8-fp8linear-all": Contender("2k", "mxfp8", graph=True, options=FP8_ALL),
     "64k-stock": Contender("64k", None, "full"),
     "64k-bf16": Contender("64k", "bf16", "full"),
     "64k-mxfp8": Contender("64k", "mxfp8", "full"),
