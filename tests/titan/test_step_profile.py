@@ -58,6 +58,16 @@ def test_kernels_belong_to_the_op_that_launched_them(profile):
     }
 
 
+def test_an_op_stays_open_through_many_inner_ones(profile):
+    inner = [op("aten::empty", 10 + i, 10.5 + i) for i in range(1000)]
+    events = [
+        op("titan_lowprec::linear_cross_entropy", 0, 2000),
+        *inner,
+        *launched("nvjet_gemm", 0, 10, at=1500, number=1),
+    ]
+    assert profile.time_by_group(events)["head + loss"] == 10
+
+
 def test_an_op_of_another_thread_does_not_count(profile):
     events = [
         op("titan_lowprec::attention_backward", 0, 100, tid=2),

@@ -2,7 +2,7 @@
 
     python tools/bench/step.py --output step_h200.jsonl [--cases 2k-mxfp8-none ...]
 
-One process builds one real trainer after the other. Where a case has a graph, blocks of replayed
+Every case is a real trainer in a process of its own. Where a case has a graph, blocks of replayed
 and of eager steps alternate on the same model, so both saw the same machine. Step time is the
 device's, between the ends of two steps' work (the trainer's own ``step_time_s``); a case's figure
 is the median over its steps, the first of a block left out. ``--layers 1`` compiles what the cases
@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import multiprocessing
 import os
 import socket
 import statistics
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,20 +201,34 @@ def summaries(lines: list[dict[str, Any]], case: Case) -> Iterator[dict[str, Any
         }
 
 
+def in_own_process(case: Case, cache: Path, layers: int | None) -> list[dict[str, Any]]:
+    """``measure`` where no earlier case has left memory reserved."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure, case, cache=cache, layers=layers).result()
+
+
 def run_all(names: list[str], options: argparse.Namespace) -> None:
     """Measure cases in order until time is up; records are appended as they come."""
     begun = time.monotonic()
+    device = torch.cuda.get_device_name()
     versions = collect_versions() | {"commit": options.commit or collect_versions()["commit"]}
     for name in names:
         if time.monotonic() - begun > options.deadline_s:
             print(f"{name}: left out, {options.deadline_s} s are over", flush=True)
             continue
         try:
-            records = measure(CASES[name], cache=Path(options.cache), layers=options.layers)
+            records = in_own_process(CASES[name], Path(options.cache), options.layers)
         except torch.OutOfMemoryError:
             records = [{"graph": CASES[name].graph, "error": "out of memory"}]
         for record in records:
-            line = {"case": name, "layers": options.layers, **record, "versions": versions}
+            line = {
+                "op": "step",
+                "case": name,
+                "device": device,
+                "layers": options.layers,
+                **record,
+                "versions": versions,
+            }
             print(json.dumps({k: v for k, v in line.items() if k != "versions"}), flush=True)
             with Path(options.output).open("a") as file:
                 file.write(json.dumps(line) + "\n")

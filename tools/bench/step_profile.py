@@ -10,7 +10,6 @@ that nothing else covers, and gaps. A kernel belongs to the op that launched it.
 """
 
 import argparse
-import bisect
 import json
 import os
 import sys
@@ -54,29 +53,32 @@ class Launches:
     """Which ops were open on a thread when a kernel was launched."""
 
     def __init__(self, events: list[dict[str, Any]]) -> None:
-        self._ops: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
-        self._at: dict[int, tuple[Any, float]] = {}
+        self._ops: dict[int, list[str]] = {}
+        threads: dict[Any, list[tuple[float, int, dict[str, Any]]]] = defaultdict(list)
         for event in events:
             category = event.get("cat")
             if category in ("cpu_op", "user_annotation"):
-                begin = event["ts"]
-                self._ops[event["tid"]].append((begin, begin + event["dur"], event["name"]))
-            elif category in ("cuda_runtime", "cuda_driver"):
-                number = event.get("args", {}).get("correlation")
-                if number is not None:
-                    self._at[number] = (event["tid"], event["ts"])
-        for ops in self._ops.values():
-            ops.sort()
+                threads[event["tid"]].append((event["ts"], 0, event))
+            elif category in ("cuda_runtime", "cuda_driver") and "correlation" in event.get(
+                "args", {}
+            ):
+                threads[event["tid"]].append((event["ts"], 1, event))
+        for entries in threads.values():
+            self._walk(sorted(entries, key=lambda entry: entry[:2]))
+
+    def _walk(self, entries: list[tuple[float, int, dict[str, Any]]]) -> None:
+        """Keep the open ops of a thread while time passes."""
+        opened: list[dict[str, Any]] = []
+        for when, launch, event in entries:
+            opened = [op for op in opened if op["ts"] + op["dur"] > when]
+            if launch:
+                self._ops[event["args"]["correlation"]] = [op["name"] for op in opened]
+            else:
+                opened.append(event)
 
     def ops_of(self, kernel: dict[str, Any]) -> list[str]:
         """Names of the ops around the launch, outermost first."""
-        place = self._at.get(kernel.get("args", {}).get("correlation", -1))
-        if place is None:
-            return []
-        thread, when = place
-        ops = self._ops.get(thread, [])
-        last = bisect.bisect_right(ops, (when, float("inf"), ""))
-        return [name for begin, end, name in ops[max(0, last - 400) : last] if begin <= when < end]
+        return self._ops.get(kernel.get("args", {}).get("correlation", -1), [])
 
 
 def time_by_group(events: list[dict[str, Any]]) -> dict[str, float]:
@@ -173,6 +175,7 @@ def run(arguments: list[str], case: str, output: Path, *, keep: str) -> None:
             "op": "step_profile",
             "case": case,
             "gpus": world_size,
+            "device": torch.cuda.get_device_name(),
             "ms": {group: round(value, 3) for group, value in ms.items()},
             "step_ms": round(sum(ms.values()), 3),
             "versions": collect_versions(),

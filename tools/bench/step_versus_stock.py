@@ -292,7 +292,12 @@ def main() -> None:
         parser.error(f"--group: cases of equal rows are required, got {sorted(rows)}")
     versions = collect_versions()
     versions["commit"] = options.commit or versions["commit"]
-    shared = {"run": uuid.uuid4().hex[:8], "interleaved": not options.apart, "versions": versions}
+    shared = {
+        "run": uuid.uuid4().hex[:8],
+        "interleaved": not options.apart,
+        "device": torch.cuda.get_device_name(),
+        "versions": versions,
+    }
     with tempfile.TemporaryDirectory() as folder:
         text = write_text(Path(folder) / "text.jsonl", rows.pop())
         results = run_group(options.group, text, apart=options.apart)
