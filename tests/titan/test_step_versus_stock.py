@@ -29,6 +29,7 @@ def bench():
     return module
 
 
+@pytest.mark.slow
 def test_every_contender_is_a_job_without_problems(bench, tmp_path):
     for name, contender in bench.CONTENDERS.items():
         text = bench.write_text(tmp_path / f"{name}.jsonl", contender.rows)

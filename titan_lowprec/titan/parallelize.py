@@ -51,17 +51,25 @@ def parallelize_llama(
         cpu_offload=job_config.training.enable_cpu_offload,
         reshard_after_forward_policy=job_config.parallelism.fsdp_reshard_after_forward,
     )
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in sharded:
-        if device_type == "cpu":
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
-        if mesh.size() == 1:
-            # TorchTitan's 1.0 costs a division of every gradient there; unset divides by the size
-            module.set_gradient_divide_factor(cast(float, None))
+    sum_gradients(model, mesh)
     logger.info(
         f"Applied FSDP2: {parallel_dims.dp_replicate} replicas of {parallel_dims.dp_shard} shards"
     )
     return model
+
+
+def sum_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let FSDP2 add gradients over ranks and divide nothing: the trainer's denominator is global.
+
+    On a mesh of one, a factor of 1.0 would cost a division of every gradient, and no factor divides
+    by the size, which is one.
+    """
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        module.set_gradient_divide_factor(1.0 if mesh.size() > 1 else cast(float, None))
+        if device_type == "cpu":
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
 
 
 def data_parallel_mesh(parallel_dims: ParallelDims) -> DeviceMesh:

@@ -14,8 +14,6 @@ import dataclasses
 import gc
 import json
 import multiprocessing
-import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -30,6 +28,9 @@ from typing import Any
 import torch
 import torch._inductor.config
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from single_process import become_single_process
 
 from titan_lowprec import _autoload
 
@@ -122,12 +123,7 @@ CASES = {
 @contextmanager
 def running(arguments: list[str]) -> Iterator[Any]:
     """A trainer of one process, closed at the end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    os.environ.update({name: str(value) for name, value in world.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    become_single_process()
     trainer: Any = None
     torch._inductor.config.emulate_precision_casts = False  # row-wise FP8 sets it for good
     try:

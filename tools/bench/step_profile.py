@@ -18,7 +18,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-GROUPS = (
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from single_process import become_single_process
+
+GROUPS: tuple[str, ...] = (
     "attention",
     "head + loss",
     "optimizer",
@@ -139,10 +142,8 @@ def run(arguments: list[str], case: str, output: Path, *, keep: str) -> None:
 
     if not torch.cuda.is_available():
         sys.exit("step_profile.py: a CUDA device is required, got none")
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}.items():
-        os.environ.setdefault(name, str(value))
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29533")
+    if "RANK" not in os.environ:
+        become_single_process()
     steps = WARM_STEPS + TIMED_STEPS
     with tempfile.TemporaryDirectory() as folder:
         arguments = [*arguments, f"--job.dump_folder={folder}", f"--training.steps={steps}"]
@@ -188,7 +189,7 @@ def run(arguments: list[str], case: str, output: Path, *, keep: str) -> None:
 
 def main() -> None:
     """Parse the command line; what it does not know is the trainer's."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0], allow_abbrev=False)
     parser.add_argument("--output", default="profile.jsonl")
     parser.add_argument("--case", default="step")
     parser.add_argument("--table", default="")

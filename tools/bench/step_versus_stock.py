@@ -2,21 +2,16 @@
 
     python tools/bench/step_versus_stock.py --output step_h200.jsonl [--group 2k-stock 2k-mxfp8 ...]
 
-Every case of a group is a process with its own trainer: stock ones are TorchTitan's own ``Trainer``
-with its llama3, FlexAttention over packed documents and its loader; ours are the trainer of the
-recipes. All stay on the GPU, and blocks of steps take turns: one process trains, the others wait. A
-block is timed by the wall between two device synchronisations, so it has loader, optimizer and host
-work in it. A round's ratio compares blocks that ran one after the other; the record has their
-median and range. ``--apart`` runs the processes one after the other, for rows of which only one
-trainer fits.
+Every case of a group is a process with its own trainer: TorchTitan's own ``Trainer``, llama3 with
+FlexAttention and loader, or ours. All stay on the GPU and blocks of steps take turns. A block is timed
+by the wall between two device synchronisations, loader, optimizer and host included. A round's ratio
+compares blocks that ran one after the other. ``--apart`` runs the processes one after the other,
+for rows of which only one trainer fits.
 """
 
 import argparse
-import functools
 import json
 import multiprocessing
-import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -32,6 +27,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.train import Trainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from single_process import become_single_process
 from step import CHECKPOINTING, FP8, ROOT
 
 from titan_lowprec.data.bundled import resolve_path
@@ -170,12 +166,7 @@ class Turns:
 def train(name: str, text: str, pipe: Connection) -> None:
     """One process: build the trainer, train in turns, then send its memory."""
     contender = CONTENDERS[name]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), "0"))
-    os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    become_single_process()
     with tempfile.TemporaryDirectory() as folder:
         if contender.recipe is None:
             teach_stock()
@@ -198,14 +189,10 @@ class Runner:
         self.process.start()
         theirs.close()
 
-    def receive(self) -> Any:
-        """What the process sent; EOFError once it has died."""
-        return self.pipe.recv()
-
     def block(self) -> float:
         """Seconds a step of one block."""
         self.pipe.send("go")
-        return float(self.receive())
+        return float(self.pipe.recv())
 
 
 def run_group(names: list[str], text: Path, *, apart: bool) -> dict[str, Any]:
@@ -218,10 +205,10 @@ def run_group(names: list[str], text: Path, *, apart: bool) -> dict[str, Any]:
         for number in range(ROUNDS):
             for runner in runners:
                 if number:
-                    runner.receive()  # ready
+                    runner.pipe.recv()  # ready
                 results[runner.name]["blocks_s"].append(runner.block())
         for runner in runners:
-            results[runner.name]["memory_reserved_gib"] = runner.receive()
+            results[runner.name]["memory_reserved_gib"] = runner.pipe.recv()
             runner.process.join()
 
     waiting = []
@@ -229,7 +216,7 @@ def run_group(names: list[str], text: Path, *, apart: bool) -> dict[str, Any]:
         print(f"{name}: starting", flush=True)
         runner = Runner(name, text)
         try:
-            runner.receive()  # ready, alone on the GPU so far: autotuning was undisturbed
+            runner.pipe.recv()  # ready, alone on the GPU so far: autotuning was undisturbed
             if apart:
                 rounds([runner])
             else:
@@ -273,7 +260,7 @@ def record(
 
 def main() -> None:
     """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument(
         "--group",
         nargs="+",
@@ -303,10 +290,9 @@ def main() -> None:
         results = run_group(options.group, text, apart=options.apart)
     stock = next((n for n in options.group if CONTENDERS[n].recipe is None), None)
     baseline = results[stock]["blocks_s"] if stock else []
-    emit = functools.partial(record, results=results, shared=shared)
     with Path(options.output).open("a") as file:
         for name in options.group:
-            line = emit(name, baseline=[] if name == stock else baseline)
+            line = record(name, results, [] if name == stock else baseline, shared)
             print(line, flush=True)
             file.write(line + "\n")
 

@@ -2,20 +2,15 @@
 
 import torch.nn as nn
 import torchtitan.distributed.activation_checkpoint as stock_ac
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.llama3.infra.parallelize import (
-    _op_sac_save_list,
-    apply_compile,
-    disable_fsdp_gradient_division,
-)
+from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_compile
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import device_type
 
 from titan_lowprec.titan.conversion import check_conversion
 from titan_lowprec.titan.merged_config import MergedJobConfig
-from titan_lowprec.titan.parallelize import data_parallel_mesh
+from titan_lowprec.titan.parallelize import data_parallel_mesh, sum_gradients
 
 
 def parallelize_draft(
@@ -36,8 +31,9 @@ def parallelize_draft(
     if compiled:
         apply_compile(model, job_config.compile)
     training = job_config.training
+    mesh = data_parallel_mesh(parallel_dims)
     options = {
-        "mesh": data_parallel_mesh(parallel_dims),
+        "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
             reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
@@ -47,11 +43,7 @@ def parallelize_draft(
     for layer in model.get_submodule("layers").children():
         fully_shard(layer, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=reshard, **options)
-    disable_fsdp_gradient_division(model)
-    if device_type == "cpu":
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    sum_gradients(model, mesh)
     logger.info(
         f"Applied FSDP2 to the draft: {parallel_dims.dp_replicate} replicas of "
         f"{parallel_dims.dp_shard} shards"
