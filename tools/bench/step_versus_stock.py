@@ -2,11 +2,11 @@
 
     python tools/bench/step_versus_stock.py --output step_h200.jsonl [--group 2k-stock 2k-mxfp8 ...]
 
-Every case of a group is a process with its own trainer: TorchTitan's own ``Trainer``, llama3 with
-FlexAttention and loader, or ours. All stay on the GPU and blocks of steps take turns. A block is timed
-by the wall between two device synchronisations, loader, optimizer and host included. A round's ratio
-compares blocks that ran one after the other. ``--apart`` runs the processes one after the other,
-for rows of which only one trainer fits.
+Every case of a group is a process with its own trainer: TorchTitan's ``Trainer``, llama3 with
+FlexAttention and loader, or ours. All stay on the GPU and blocks of steps take turns. A block is
+timed by the wall between two device synchronisations, with loader, optimizer and host. A ratio
+compares blocks of one round. ``--apart``: one process after the other, for rows of which only one
+trainer fits.
 """
 
 import argparse
