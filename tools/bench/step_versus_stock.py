@@ -5,8 +5,7 @@
 Every case of a group is a process with its own trainer: TorchTitan's ``Trainer``, llama3 with
 FlexAttention and loader, or ours. All stay on the GPU and blocks of steps take turns. A block is
 timed by the wall between two device synchronisations, with loader, optimizer and host. A ratio
-compares blocks of one round. ``--apart``: one process after the other, for rows of which only one
-trainer fits.
+compares blocks of one round. ``--apart``: one process after the other, where only one trainer fits.
 """
 
 import argparse
