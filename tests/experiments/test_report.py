@@ -63,6 +63,7 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
+@pytest.mark.slow
 def test_page_opens_without_network_and_escapes_what_it_quotes(report):
     text = (report / "x_1.5.html").read_text()
     page = Page(text)

@@ -95,6 +95,7 @@ def test_key_that_the_trainer_lacks_is_refused_with_the_arm(resolve, tmp_path):
         resolve_runs(matrix, output=tmp_path, resolve=resolve)
 
 
+@pytest.mark.slow
 def test_value_that_the_trainer_refuses_is_refused_with_the_arm(resolve, tmp_path):
     path = tmp_path / "x.toml"
     text = REAL.format(root=ROOT).replace('recipe" = ["bf16", "mxfp8"]', 'tile_q" = [64, 33]')

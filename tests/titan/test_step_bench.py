@@ -35,6 +35,7 @@ def line(step, time_s, memory_gib):
     }
 
 
+@pytest.mark.slow
 def test_every_case_is_a_job_without_problems(bench):
     for case in bench.CASES.values():
         config = ConfigManager().parse_args(case.arguments())

@@ -84,6 +84,7 @@ def test_eos_ends_both_at_the_same_token(target, right):
 
 
 @pytest.mark.parametrize("impl", ["reference", "flex_fp32_ieee"])
+@pytest.mark.slow
 def test_untrained_draft_model_leaves_the_output_greedy(make_args, make_tables, target, impl):
     args = make_args(vocab_size=V, model_dim=V, mask_id=10, tap_layers=(1,))
     model = DraftModel(args)

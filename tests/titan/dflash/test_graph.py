@@ -144,6 +144,7 @@ def test_a_target_that_reads_offsets_on_the_host_is_no_part_of_a_graph(parse, re
 
 @pytest.mark.parametrize("impl", ["linear_chunked", "logits_bf16"])
 @pytest.mark.parametrize("objective", ["decay", "dpace"])
+@pytest.mark.slow
 def test_forward_and_backward_never_read_the_device(
     parse, resolve, make_target, monkeypatch, impl, objective
 ):
