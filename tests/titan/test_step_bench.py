@@ -1,10 +1,8 @@
 """The step benchmark's bookkeeping: which steps count for which row."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
+from tests.titan.benches import load_bench
 from titan_lowprec import _autoload
 
 _autoload.assume_cpu_without_accelerator()
@@ -13,15 +11,10 @@ from torchtitan.config import ConfigManager  # noqa: E402
 
 from titan_lowprec.titan.check_config import find_problems  # noqa: E402
 
-PATH = Path(__file__).resolve().parents[2] / "tools" / "bench" / "step.py"
-
 
 @pytest.fixture(scope="module")
 def bench():
-    spec = importlib.util.spec_from_file_location("step_bench", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_bench("step")
 
 
 def line(step, time_s, memory_gib):

@@ -1,19 +1,13 @@
 """The step profile adds up a trace that was written by hand."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
-PATH = Path(__file__).resolve().parents[2] / "tools" / "bench" / "step_profile.py"
+from tests.titan.benches import load_bench
 
 
 @pytest.fixture(scope="module")
 def profile():
-    spec = importlib.util.spec_from_file_location("step_profile", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_bench("step_profile")
 
 
 def op(name, begin, end, tid=1, cat="cpu_op"):

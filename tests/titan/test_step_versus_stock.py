@@ -1,15 +1,14 @@
 """The benchmark beside stock TorchTitan: its jobs, its turns and its ratios."""
 
-import importlib.util
 import json
 from multiprocessing import Pipe
-from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.titan.benches import load_bench
 from titan_lowprec import _autoload
 
 _autoload.assume_cpu_without_accelerator()
@@ -18,15 +17,10 @@ from torchtitan.config import ConfigManager  # noqa: E402
 
 from titan_lowprec.titan.check_config import find_problems  # noqa: E402
 
-PATH = Path(__file__).resolve().parents[2] / "tools" / "bench" / "step_versus_stock.py"
-
 
 @pytest.fixture(scope="module")
 def bench():
-    spec = importlib.util.spec_from_file_location("step_versus_stock", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_bench("step_versus_stock")
 
 
 @pytest.mark.slow

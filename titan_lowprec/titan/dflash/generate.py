@@ -5,12 +5,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torchtitan.models.llama3.model.model import apply_rotary_emb as rotate_llama
 from torchtitan.models.qwen3.model.model import apply_rotary_emb as rotate_qwen3
 
 from titan_lowprec.shapes import Float, Int64, Tensor
 from titan_lowprec.titan.dflash.target import FrozenTarget
 from titan_lowprec.titan.llama3.model import LowprecLlama
+from titan_lowprec.titan.llama3.rotary import rotate, rotation_of
+
+
+def rotate_llama(
+    q: Tensor, k: Tensor, freqs_cis: Tensor, position_BT: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotate as ``LowprecLlama`` does."""
+    rotation = rotation_of(freqs_cis, position_BT, tokens=q.shape[1])
+    return rotate(q, rotation), rotate(k, rotation)
 
 
 class CachedTarget:
