@@ -151,6 +151,19 @@ def world_size(job: Job) -> Iterator[Problem]:
         )
 
 
+def one_process(job: Job) -> Iterator[Problem]:
+    """Direct casts where FSDP2 has something to do."""
+    if job.config.parallelism.one_process != "direct":
+        return
+    reason = f"with {job.world_size} processes" if job.world_size > 1 else ""
+    if job.config.training.enable_cpu_offload:
+        reason = "with training.enable_cpu_offload"
+    if job.config.model.name != "llama3_lowprec":
+        reason = f"for {job.config.model.name}, which FSDP2 shards on one process too"
+    if reason:
+        yield Problem("parallelism.one_process", f"not be direct {reason}", "direct", "use auto")
+
+
 def tensor_parallel(job: Job) -> Iterator[Problem]:
     """What tensor parallelism splits."""
     degree = job.config.parallelism.tensor_parallel_degree
@@ -236,6 +249,10 @@ MODEL_RULES = (
     Rule(("model.tie_embeddings",), tied_embeddings),
     Rule(DEGREES, refused_parallelism),
     Rule(DEGREES, world_size),
+    Rule(
+        ("parallelism.one_process", "training.enable_cpu_offload", "model.name"),
+        one_process,
+    ),
     Rule((*MODEL, "training.seq_len", *DEGREES), tensor_parallel),
     Rule((*MODEL, *DEGREES), divided_vocabulary),
     Rule(("loss.impl", *DEGREES), chunked_loss),

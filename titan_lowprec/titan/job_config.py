@@ -175,6 +175,15 @@ class Training:
 
 
 @dataclass
+class Parallelism:
+    one_process: Literal["auto", "direct", "fsdp2"] = "auto"
+    """How one process computes in ``mixed_precision_param`` (llama3_lowprec): ``direct`` casts
+    parameters and takes gradients without copies (``titan/one_process.py``), ``fsdp2`` gathers and
+    reduces with itself, with the same bits. ``auto`` is ``direct`` unless parameters are offloaded
+    to the CPU. Several processes use FSDP2 whatever this says, and not with ``direct``."""
+
+
+@dataclass
 class ActivationCheckpoint:
     save_ops: list[str] = field(
         default_factory=lambda: ["attention", "half_linears", "amax", "collectives"]
@@ -232,6 +241,7 @@ class JobConfig:
     data: Data = field(default_factory=Data)
     dflash: DFlash = field(default_factory=DFlash)
     training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     graph: Graph = field(default_factory=Graph)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

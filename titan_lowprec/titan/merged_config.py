@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     class Training(ours.Training, stock.Training):
         """``[training]``."""
 
+    class Parallelism(ours.Parallelism, stock.Parallelism):
+        """``[parallelism]``."""
+
     class ActivationCheckpoint(ours.ActivationCheckpoint, stock.ActivationCheckpoint):
         """``[activation_checkpoint]``."""
 
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
         data: ours.Data
         dflash: ours.DFlash
         training: Training
+        parallelism: Parallelism
         activation_checkpoint: ActivationCheckpoint
         graph: ours.Graph
         checkpoint: Checkpoint
