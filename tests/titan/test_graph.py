@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.titan.conftest import ROOT
-from tests.titan.trainers import DOCUMENTS, TOKENS, batch, running_trainer
+from tests.titan.trainers import DOCUMENTS, ROWS, TOKENS, batch, running_trainer
 from titan_lowprec.titan.graph import OverCapacity
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -63,6 +63,8 @@ def assert_same_bits(replayed, eager):
 
 
 VARIANTS = {
+    "fsdp2": ("--parallelism.one_process=fsdp2",),
+    "kept-casts": ("--parallelism.fsdp_reshard_after_forward=never",),
     "mxfp8": ("--attention.recipe=mxfp8",),
     "bf16-chunked": (
         "--attention.recipe=bf16",
@@ -103,8 +105,10 @@ def test_replays_accumulate_as_eager_calls_do_after_an_optimizer_step(tmp_path):
             run(trainer, layouts, torch.Generator().manual_seed(seed), **options)
         return gradients(trainer)
 
-    with running_trainer(tmp_path / "run", "--graph.enable") as trainer:
-        warm_up(trainer)
+    with running_trainer(
+        tmp_path / "run", "--graph.enable", f"--training.global_batch_size={3 * ROWS}"
+    ) as trainer:
+        warm_up(trainer, calls=6)
         accumulated(trainer)
         trainer.optimizers.step()
         replayed = accumulated(trainer)
@@ -140,12 +144,24 @@ def test_over_capacity_and_changed_batches_can_end_the_run(tmp_path):
             run(trainer, LAYOUTS[0], torch.Generator().manual_seed(0))
 
 
-def test_a_run_with_graph_and_validation_equals_the_run_without(tmp_path):
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("one_process", ["direct", "fsdp2"])
+def test_a_run_with_graph_and_validation_equals_the_run_without(
+    tmp_path, microbatches, one_process
+):
+    """Steps that are measured, 3 and 6, run eagerly between replays."""
+    common = (
+        "--training.steps=8",
+        f"--training.global_batch_size={ROWS * microbatches}",
+        "--validation.enable",
+        "--validation.freq=2",
+        "--validation.steps=2",
+        "--metrics.health_every=3",
+        f"--parallelism.one_process={one_process}",
+    )
+
     def records(name, *options):
-        common = ("--training.steps=8", "--training.global_batch_size=4", "--validation.enable")
-        with running_trainer(
-            tmp_path / name, *common, "--validation.freq=2", "--validation.steps=2", *options
-        ) as trainer:
+        with running_trainer(tmp_path / name, *common, *options) as trainer:
             trainer.train()
         from titan_lowprec.titan.metrics_file import read_metrics
 
@@ -156,7 +172,8 @@ def test_a_run_with_graph_and_validation_equals_the_run_without(tmp_path):
     for left, right in zip(eager, graph, strict=True):
         assert left["loss"] == right["loss"]
         assert left.get("grad_norm") == right.get("grad_norm")
-    assert graph[-2]["graph_replays"] == 12  # 8 steps of 2 microbatches, 2 steps eager
+    # two steps to warm up and two with hooks are eager
+    assert graph[-2]["graph_replays"] == 4 * microbatches
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

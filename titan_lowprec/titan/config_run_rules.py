@@ -209,6 +209,9 @@ def optimizer(job: Job) -> Iterator[Problem]:
     if section.early_step_in_backward:
         needs = "be false: a step with non-finite gradients could not be skipped"
         yield Problem("optimizer.early_step_in_backward", needs, True, "set it to false")
+    if job.config.training.clip_where == "optimizer" and section.implementation != "fused":
+        needs = f"be gradients with optimizer.implementation={section.implementation}"
+        yield Problem("training.clip_where", needs, "optimizer", 'set implementation = "fused"')
 
 
 def outputs(job: Job) -> Iterator[Problem]:
@@ -272,7 +275,7 @@ RUN_RULES = (
     Rule(("checkpoint",), checkpoints),
     Rule(("checkpoint", "model.hf_assets_path"), initial_weights),
     Rule(("activation_checkpoint", "compile"), activation_checkpointing),
-    Rule(("optimizer.name", "optimizer.early_step_in_backward"), optimizer),
+    Rule(("optimizer", "training.clip_where"), optimizer),
     Rule(("profiling", "metrics", *MODEL, "parallelism.tensor_parallel_degree"), outputs),
     Rule(("fault_tolerance.enable",), fault_tolerance),
 )

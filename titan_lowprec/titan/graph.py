@@ -1,8 +1,10 @@
 """Forward and backward of a microbatch as one CUDA graph: captured once, then replayed.
 
 Packed documents make this possible: ``cu_seqlens`` has a fixed length and its unused end repeats
-the row's total, so every layout of documents has the same shapes. The optimizer stays outside;
-gradients accumulate by replaying into the same ``.grad`` tensors.
+the row's total, so every layout of documents has the same shapes. The optimizer stays outside.
+Where a step has one microbatch, its gradients are made inside the graph, in memory that activations
+use before them, and each replay overwrites them; several accumulate by replaying into the same
+``.grad`` tensors.
 """
 
 import gc
@@ -45,6 +47,10 @@ class EagerMicrobatch:
         inputs = {name: x.to(self._device, non_blocking=True) for name, x in inputs.items()}
         return self._run(inputs, labels.to(self._device, non_blocking=True), denominator)
 
+    def clear_gradients(self, optimizers: Any) -> None:
+        """Begin a step without gradients."""
+        optimizers.zero_grad(set_to_none=True)
+
     def close(self) -> None:
         """Nothing to free."""
 
@@ -53,8 +59,8 @@ class MicrobatchGraph:
     """Replays a captured forward and backward; runs eagerly where it must.
 
     The first ``warmup`` calls run eagerly on the stream of the capture: two optimizer steps, after
-    which gradients, optimizer states and compiled code exist. From then on the caller zeroes
-    gradients in place (``keeps_gradients``), since the graph adds to those very tensors.
+    which gradients, optimizer states and compiled code exist. From then on ``.grad`` tensors stay
+    (``keeps_gradients``): the graph writes, or adds, to those very tensors.
     """
 
     def __init__(
@@ -65,6 +71,7 @@ class MicrobatchGraph:
         warmup: int,
         max_documents: int,
         over_capacity: Literal["eager", "error"],
+        overwrites: bool,
         device: torch.device,
     ) -> None:
         """Plan a capture; nothing runs yet.
@@ -75,6 +82,7 @@ class MicrobatchGraph:
             warmup: Calls before the capture.
             max_documents: Documents of a row that the captured attention has room for.
             over_capacity: What to do with a microbatch that has more in some row.
+            overwrites: A step has one microbatch, and its gradients replace those before.
             device: A CUDA device.
         """
         self.replays = 0
@@ -85,6 +93,8 @@ class MicrobatchGraph:
         self._parameters = [p for p in parameters if p.requires_grad]
         self._warmup, self._capacity = warmup, max_documents
         self._on_overflow = over_capacity
+        self._overwrites = overwrites
+        self._stale = False  # gradients are of the step before
         self._stream = torch.cuda.Stream(device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: Inputs = {}
@@ -95,6 +105,13 @@ class MicrobatchGraph:
     def keeps_gradients(self) -> bool:
         """Whether ``.grad`` tensors must stay: zero them, never drop them."""
         return self._warmup == 0
+
+    def clear_gradients(self, optimizers: Any) -> None:
+        """Begin a step without gradients; a replay that overwrites them needs no zeros."""
+        if self._overwrites and self.keeps_gradients:
+            self._stale = True
+        else:
+            optimizers.zero_grad(set_to_none=not self.keeps_gradients)
 
     def __call__(
         self, inputs: Inputs, labels: Tensor, denominator: Tensor, *, eager: bool = False
@@ -127,6 +144,7 @@ class MicrobatchGraph:
         self._fill(batch)
         assert self._graph is not None and self._loss is not None
         self._graph.replay()
+        self._stale = False
         self.replays += 1
         return self._loss.clone()
 
@@ -155,6 +173,7 @@ class MicrobatchGraph:
 
     def _eagerly(self, inputs: Inputs, labels: Tensor, denominator: Tensor) -> Tensor:
         self._warmup = max(self._warmup - 1, 0)
+        self._drop_stale()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -164,6 +183,16 @@ class MicrobatchGraph:
         current.wait_stream(self._stream)
         return loss
 
+    def _drop_stale(self) -> None:
+        """Make room for the gradients of an eager call, which adds to what is there."""
+        if self._stale:
+            for p in self._parameters:
+                if self._graph is None:
+                    p.grad = None
+                elif p.grad is not None:
+                    p.grad.zero_()
+        self._stale = False
+
     def _capture(self, batch: Inputs) -> None:
         """Record the graph; nothing is computed until it is replayed."""
         self._static = {
@@ -171,6 +200,9 @@ class MicrobatchGraph:
             for name, x in batch.items()
         }
         self._fill(batch)  # indices are in range, should a kernel run after all
+        if self._overwrites:
+            for p in self._parameters:
+                p.grad = None
         before = [p.grad for p in self._parameters]
         graph = torch.cuda.CUDAGraph()
         # other threads (NCCL's watchdog, the loader's pinning) go on calling CUDA meanwhile
@@ -181,7 +213,8 @@ class MicrobatchGraph:
             inputs[OFFSETS] = inputs[OFFSETS][:, : self._capacity + 1].contiguous()
             self._loss = self._run(inputs, labels, denominator)
         self._gradients = [p.grad for p in self._parameters]
-        if any(a is not b for a, b in zip(before, self._gradients, strict=True)):
+        moved = any(a is not b for a, b in zip(before, self._gradients, strict=True))
+        if moved and not self._overwrites:
             raise RuntimeError(
                 "graph: the eager steps before a capture must give every trained parameter its "
                 "gradient, got new ones during the capture, which replays could not add to; "

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from titan_lowprec.titan.check_config import ConfigError
 from titan_lowprec.titan.graph import EagerMicrobatch, MicrobatchGraph, Tensor
 from titan_lowprec.titan.loss import BatchLoss
@@ -45,8 +47,19 @@ def build_microbatch(trainer: Any) -> EagerMicrobatch | MicrobatchGraph:
         warmup=EAGER_STEPS * trainer.gradient_accumulation_steps,
         max_documents=section.max_documents or trainer.job_config.data.max_documents,
         over_capacity=section.over_capacity,
+        overwrites=trainer.gradient_accumulation_steps == 1,
         device=trainer.device,
     )
+
+
+def separate_states(optimizers: Any, device: torch.device) -> None:
+    """Before the first step of an optimizer, return freed memory to the device.
+
+    States made from it would sit among blocks of activations for good, and what is left of those
+    blocks could be used by no graph.
+    """
+    if device.type == "cuda" and not all(optimizer.state for optimizer in optimizers.optimizers):
+        torch.cuda.empty_cache()
 
 
 def hooks_are_due(trainer: Any) -> bool:

@@ -173,6 +173,10 @@ class Training:
     """Optimizer steps with non-finite loss or gradients are skipped and counted; this many in a row
     end the run. At least 1."""
 
+    clip_where: Literal["gradients", "optimizer"] = "gradients"
+    """Where gradients are scaled down to ``max_norm``: in ``.grad``, or as a fused optimizer reads
+    them, which saves a pass over them. Clipped steps differ by roundings of fp32."""
+
 
 @dataclass
 class Parallelism:

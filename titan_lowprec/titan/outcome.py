@@ -50,24 +50,43 @@ def loss_over_ranks(loss: Tensor, parallel_dims: ParallelDims) -> Tensor:
     return loss
 
 
-def step_if_finite(optimizers: Optimizers, finite: Tensor) -> None:
+def step_if_finite(
+    optimizers: Optimizers, finite: Tensor, *, grad_scale: Tensor | None = None
+) -> None:
     """Take the optimizer step, or leave parameters, moments and step counts as they are.
 
     A fused optimizer reads the decision on the device (its ``found_inf``, made for gradient
     scaling); other implementations have no such input, and the host waits for it.
+
+    Args:
+        optimizers: Whose gradients are there.
+        finite: Whether to take the step, a bool scalar.
+        grad_scale: What fused optimizers divide gradients by.
+
+    Raises:
+        ValueError: A scale, and an optimizer that would not read it.
     """
-    if not all(optimizer.defaults.get("fused") for optimizer in optimizers.optimizers):
+    fused = all(optimizer.defaults.get("fused") for optimizer in optimizers.optimizers)
+    if not fused:
+        if grad_scale is not None:
+            raise ValueError(
+                "step_if_finite: fused optimizers are required for a grad_scale, got others; set "
+                'optimizer.implementation = "fused"'
+            )
         if bool(finite):
             optimizers.step()
         return
-    found_inf = (~finite).to(torch.float32)
+    inputs = {"found_inf": (~finite).to(torch.float32)}
+    if grad_scale is not None:
+        inputs["grad_scale"] = grad_scale
     for optimizer in optimizers.optimizers:
-        optimizer.found_inf = found_inf
+        vars(optimizer).update(inputs)
     try:
         optimizers.step()
     finally:
         for optimizer in optimizers.optimizers:
-            del optimizer.found_inf
+            for name in inputs:
+                delattr(optimizer, name)
 
 
 class NonFiniteRun(RuntimeError):

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torchtitan.components.dataloader import DataloaderExhaustedError
-from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.tools.utils import device_type
@@ -23,13 +22,14 @@ from torchtitan.train import Trainer
 
 from titan_lowprec.data.loader import PackedLoader
 from titan_lowprec.titan.check_config import check_config
+from titan_lowprec.titan.clipping import clip
 from titan_lowprec.titan.counts import (
     StepCounts,
     loss_denominator,
     reads_rows_first,
     sum_over_ranks,
 )
-from titan_lowprec.titan.graph_options import build_microbatch, hooks_are_due
+from titan_lowprec.titan.graph_options import build_microbatch, hooks_are_due, separate_states
 from titan_lowprec.titan.loss import BatchLoss, loss_sum_of_batch, step_denominator
 from titan_lowprec.titan.merged_config import MergedJobConfig
 from titan_lowprec.titan.metrics import LowprecMetricsProcessor
@@ -143,7 +143,7 @@ class LowprecTrainer(_Stock):
         if not self.outcomes:
             self.metrics_processor.begin_step()
         self.outcomes.begin_step()
-        self.optimizers.zero_grad(set_to_none=not self.microbatch.keeps_gradients)
+        self.microbatch.clear_gradients(self.optimizers)
         lr = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
         self.data_wait_s = 0.0
         microbatches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
@@ -160,14 +160,12 @@ class LowprecTrainer(_Stock):
             self.microbatch(inputs, labels, denominator, eager=hooks_are_due(self))
             for inputs, labels in microbatches
         ]
-        grad_norm = dist_utils.clip_grad_norm_(
-            [p for part in self.model_parts for p in part.parameters()],
-            self.job_config.training.max_norm,
-            foreach=True,
-        )
+        training = self.job_config.training
+        grad_norm, scale = clip(self.model_parts, training.max_norm, where=training.clip_where)
         loss = loss_over_ranks(torch.stack(losses).sum(), self.parallel_dims)
         self.checkpointer.maybe_wait_for_staging()
-        step_if_finite(self.optimizers, is_finite(loss, grad_norm))
+        separate_states(self.optimizers, self.device)
+        step_if_finite(self.optimizers, is_finite(loss, grad_norm), grad_scale=scale)
         self.lr_schedulers.step()
         note = StepNote(
             step=self.step,
