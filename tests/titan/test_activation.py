@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from titan_lowprec import _autoload
 
@@ -20,6 +21,7 @@ from titan_lowprec.ops.attention.spec import AttentionSpec  # noqa: E402
 from titan_lowprec.titan import job_config  # noqa: E402
 from titan_lowprec.titan.activation import (  # noqa: E402
     apply_activation_checkpointing,
+    count_attention,
     forced_shapes,
     ops_of,
     saved_is_smaller,
@@ -283,6 +285,17 @@ def saved_bytes_and_gradients(model, inputs):
         loss = model(tokens, cu_seqlens=offsets, labels=labels)
     loss.backward()
     return sum(storages.values()), [p.grad.clone() for p in model.parameters()]
+
+
+def test_a_memory_budget_knows_what_attention_costs():
+    count_attention()
+    q = torch.randn(64, 4, 32)
+    offsets = torch.tensor([[0, 32], [0, 32]], dtype=torch.int32)
+    spec = AttentionSpec.bf16(mask="causal")
+    with FlopCounterMode(display=False) as counter:
+        attention_api.attention_packed(q, q, q, offsets, spec=spec, impl="reference")
+    # two products of half of 32 x 32 pairs, a multiplication and an addition each
+    assert counter.get_total_flops() == 2 * 2 * 2 * (32 * 32 // 2) * 4 * 32
 
 
 @pytest.mark.compile

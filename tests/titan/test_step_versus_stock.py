@@ -1,12 +1,14 @@
 """The benchmark beside stock TorchTitan: its jobs, its turns and its ratios."""
 
 import json
+import sys
 from multiprocessing import Pipe
 from threading import Thread
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from tests.titan.benches import load_bench
 from titan_lowprec import _autoload
@@ -15,6 +17,7 @@ _autoload.assume_cpu_without_accelerator()
 
 from torchtitan.config import ConfigManager  # noqa: E402
 
+from titan_lowprec.data.bundled import resolve_path  # noqa: E402
 from titan_lowprec.titan.check_config import find_problems  # noqa: E402
 
 
@@ -25,21 +28,29 @@ def bench():
 
 @pytest.mark.slow
 def test_every_contender_is_a_job_without_problems(bench, tmp_path):
-    for name, contender in bench.CONTENDERS.items():
-        text = bench.write_text(tmp_path / f"{name}.jsonl", contender.rows)
-        config = ConfigManager().parse_args(contender.arguments(text, str(tmp_path)))
+    texts = {rows: bench.write_text(tmp_path / f"{rows}.jsonl", "2k") for rows in bench.ROWS}
+    for contender in bench.CONTENDERS.values():
+        text = texts[contender.rows]
+        config = ConfigManager().parse_args(
+            contender.arguments(text, str(tmp_path), steps=bench.STEPS)
+        )
         assert config.compile.enable
-        assert config.activation_checkpoint.mode == contender.checkpointing
+        modes = {"linears": "selective", "budget70": "memory_budget"}
+        mode = modes.get(contender.checkpointing, contender.checkpointing)
+        assert config.activation_checkpoint.mode == mode
         if contender.recipe is not None:
             assert [*find_problems(config, device_type="cuda", world_size=1)] == []
 
 
-def test_long_rows_are_one_document(bench, tmp_path):
-    short = bench.load_stock_text(str(bench.write_text(tmp_path / "a.jsonl", "2k")))
-    long = bench.load_stock_text(str(bench.write_text(tmp_path / "b.jsonl", "64k")))
-    assert len(short) > 200
-    assert len(long) == 1
-    assert short[7]["text"] in long[0]["text"]
+@pytest.mark.slow
+def test_text_for_long_rows_is_cut_to_documents_of_a_row(monkeypatch, tmp_path):
+    contenders = sys.modules["contenders"]
+    monkeypatch.setitem(contenders.ROWS, "64k", (1, 4096))
+    documents = contenders.load_stock_text(str(contenders.write_text(tmp_path / "b.jsonl", "64k")))
+    tokenizer = Tokenizer.from_file(f"{resolve_path('bundled:tokenizer')}/tokenizer.json")
+    lengths = [len(tokenizer.encode(d["text"], add_special_tokens=False).ids) for d in documents]
+    assert len(lengths) > 50
+    assert all(4090 < length + 2 <= 4096 for length in lengths)  # BOS and EOS
 
 
 def test_a_contender_trains_only_in_its_turn(bench, monkeypatch):

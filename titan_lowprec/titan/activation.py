@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
 )
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
 from torchtitan.tools.logging import logger
 
@@ -75,6 +76,8 @@ def apply_activation_checkpointing(
     section = job_config.activation_checkpoint
     if section.mode == "none":
         return
+    if section.mode == "memory_budget":
+        count_attention()
     if section.mode != "selective" or section.selective_ac_option != "op":
         stock_ac._layer_sac_count = 0  # process-global upstream: a second model would differ
         stock_ac.apply_ac(
@@ -99,6 +102,22 @@ def apply_activation_checkpointing(
         )
         layers.register_module(name, wrapped)
     logger.info(f"Applied activation checkpointing per op, saved: {', '.join(section.save_ops)}")
+
+
+def count_attention() -> None:
+    """Tell PyTorch's counter what the forward of attention costs, each row one causal document.
+
+    ``memory_budget`` weighs bytes against counted FLOPs: an op without a count is recomputed first.
+    """
+    op = torch.ops.titan_lowprec.attention_forward
+    if op in flop_registry:
+        return
+
+    @register_flop_formula(op)
+    def _(q: Any, k: Any, v: Any, offsets: Any, *args: Any, **kwargs: Any) -> int:
+        del k, v, args, kwargs
+        tokens, heads, dim = q
+        return 2 * tokens * (tokens // offsets[0]) * heads * dim
 
 
 def contexts_of(

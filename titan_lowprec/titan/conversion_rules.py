@@ -49,6 +49,31 @@ def float8_device(job: Job) -> Iterator[Problem]:
         )
 
 
+def float8_all_gather(job: Job) -> Iterator[Problem]:
+    """FP8 all-gathers where TorchTitan 0.2.2 would leave them out or stop."""
+    section = job.config.quantize.linear.float8
+    if FLOAT8 not in job.config.model.converters:
+        return
+    gathers = section.enable_fsdp_float8_all_gather
+    key = f"{FLOAT8}.enable_fsdp_float8_all_gather"
+    if gathers and section.recipe_name is not None:
+        needs = f"be false with recipe_name={section.recipe_name}"
+        remedy = "leave recipe_name out, which is tensorwise too" + (
+            "" if section.recipe_name == "tensorwise" else ", or set this to false"
+        )
+        yield Problem(key, needs, True, remedy)
+    elif gathers and job.world_size == 1:
+        needs = "be false with one process, which gathers nothing"
+        yield Problem(key, needs, True, "set it to false")
+    if section.precompute_float8_dynamic_scale_for_fsdp and not gathers:
+        yield Problem(
+            f"{FLOAT8}.precompute_float8_dynamic_scale_for_fsdp",
+            f"be false without {key}, whose scales it computes",
+            True,
+            "set it to false",
+        )
+
+
 def float8_head(job: Job) -> Iterator[Problem]:
     """The head that computes the loss stays what it is."""
     if FLOAT8 not in job.config.model.converters or job.config.loss.impl != "linear_chunked":
@@ -97,6 +122,7 @@ def has_mx_config() -> bool:
 
 CONVERSION_RULES = (
     Rule(("model.converters", "quantize", "compile.enable"), float8_device),
+    Rule(("model.converters", "quantize"), float8_all_gather),
     Rule(("model.converters", "quantize", "loss.impl"), float8_head),
     Rule(("model.converters",), mx_device),
 )

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 import uuid
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,115 +25,16 @@ from torchtitan.config import ConfigManager
 from torchtitan.train import Trainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from contenders import CONTENDERS, FLAVOR, ROWS, teach_stock, write_text
 from single_process import become_single_process
-from step import CHECKPOINTING, FP8, ROOT
 
-from titan_lowprec.data.bundled import resolve_path
 from titan_lowprec.titan.run_record import collect_versions
 from titan_lowprec.titan.trainer import make_trainer
 
 WARM_STEPS = 3
 BLOCK_STEPS = 6
 ROUNDS = 4
-FLAVOR = "stock1p35B"
-FP8_ALL = (*FP8[:1], "--quantize.linear.float8.recipe_name=rowwise", *FP8[2:])
-"""The gradient of the weight in FP8 too."""
-ROWS = {"2k": (8, 2048), "64k": (1, 65536)}
-"""Rows of a step and their tokens; the documents of "64k" are as long as its rows."""
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One trainer: TorchTitan's own (``recipe`` None) or that of a recipe of ours."""
-
-    rows: str
-    recipe: str | None
-    checkpointing: str = "none"
-    graph: bool = False
-    options: tuple[str, ...] = ()
-
-    def arguments(self, text: Path, folder: str) -> list[str]:
-        """Of the command line."""
-        batch, tokens = ROWS[self.rows]
-        shared = [
-            f"--job.dump_folder={folder}",
-            f"--model.flavor={FLAVOR}",
-            f"--training.seq_len={tokens}",
-            f"--training.local_batch_size={batch}",
-            f"--training.global_batch_size={batch}",
-            f"--training.steps={WARM_STEPS + BLOCK_STEPS * ROUNDS}",
-            "--lr_scheduler.warmup_steps=20",
-            *CHECKPOINTING[self.checkpointing],
-            *self.options,
-        ]
-        if self.recipe is None:
-            return [
-                "--model.name=llama3",
-                f"--model.hf_assets_path={resolve_path('bundled:tokenizer')}",
-                "--training.dataset=bundled",
-                f"--training.dataset_path={text}",
-                "--compile.enable",
-                "--optimizer.lr=3e-4",
-                *([] if self.checkpointing != "none" else ["--activation_checkpoint.mode=none"]),
-                *shared,
-            ]
-        return [
-            f"--job.config_file={ROOT}/recipes/llama1b_{self.recipe}.toml",
-            "--data.source=local",
-            "--data.no-streaming",
-            f"--data.paths={text}",
-            f"--data.cache_dir={folder}/cache",
-            "--lr_scheduler.total_steps=1000",
-            "--checkpoint.no-enable",
-            f"--graph.{'' if self.graph else 'no-'}enable",
-            *shared,
-        ]
-
-
-CONTENDERS = {
-    "2k-stock": Contender("2k", None),
-    "2k-bf16": Contender("2k", "bf16", graph=True),
-    "2k-mxfp8": Contender("2k", "mxfp8", graph=True),
-    "2k-mxfp8-eager": Contender("2k", "mxfp8"),
-    "2k-mxfp8-fp8linear": Contender("2k", "mxfp8", graph=True, options=FP8),
-    "2k-mxfp8-fp8linear-all": Contender("2k", "mxfp8", graph=True, options=FP8_ALL),
-    "64k-stock": Contender("64k", None, "full"),
-    "64k-bf16": Contender("64k", "bf16", "full"),
-    "64k-mxfp8": Contender("64k", "mxfp8", "full"),
-}
-
-
-def write_text(path: Path, rows: str) -> Path:
-    """The bundled text as JSON lines; for long rows, all of it as one document."""
-    lines = Path(resolve_path("bundled:train")).read_text().splitlines()
-    if rows == "64k":
-        whole = "\n\n".join(json.loads(line)["text"] for line in lines)
-        lines = [json.dumps({"id": "all", "text": whole})]
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-def load_stock_text(path: str) -> Any:
-    """What stock TorchTitan's loader reads."""
-    from datasets import Dataset
-
-    return Dataset.from_list([json.loads(line) for line in Path(path).read_text().splitlines()])
-
-
-def teach_stock() -> None:
-    """Give TorchTitan's own llama3 the model and the text, through its public tables."""
-    from torchtitan.hf_datasets import DatasetConfig
-    from torchtitan.hf_datasets.text_datasets import DATASETS
-    from torchtitan.models.llama3 import llama3_args
-    from torchtitan.models.llama3.model.args import TransformerModelArgs
-
-    llama3_args[FLAVOR] = TransformerModelArgs(
-        dim=2048, n_layers=16, n_heads=16, vocab_size=128256, multiple_of=256,
-        rope_theta=500000, attn_type="flex", attn_mask_type="block_causal",
-    )  # fmt: skip
-    DATASETS["bundled"] = DatasetConfig(
-        path="", loader=load_stock_text, sample_processor=lambda sample: sample["text"]
-    )
+STEPS = WARM_STEPS + BLOCK_STEPS * ROUNDS
 
 
 class Turns:
@@ -169,7 +69,7 @@ def train(name: str, text: str, pipe: Connection) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if contender.recipe is None:
             teach_stock()
-        config = ConfigManager().parse_args(contender.arguments(Path(text), folder))
+        config = ConfigManager().parse_args(contender.arguments(Path(text), folder, steps=STEPS))
         trainer: Any = (Trainer if contender.recipe is None else make_trainer(Trainer))(config)
         Turns(trainer, pipe)
         trainer.train()

@@ -56,6 +56,31 @@ def test_fp8_linears_on_a_cpu_are_for_tests_only(small, changed, problems):
     assert problems(changed(small, emulated)) == []
 
 
+GATHERS = "quantize.linear.float8.enable_fsdp_float8_all_gather"
+PRECOMPUTES = "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "processes", "refused"),
+    [
+        ("tensorwise", {}, 1, None),
+        (None, {}, 1, None),
+        (None, {GATHERS: True}, 2, None),
+        (None, {GATHERS: True, PRECOMPUTES: True}, 2, None),
+        (None, {GATHERS: True}, 1, GATHERS),
+        ("tensorwise", {GATHERS: True}, 2, GATHERS),
+        ("rowwise", {GATHERS: True}, 2, GATHERS),
+        (None, {PRECOMPUTES: True}, 2, PRECOMPUTES),
+    ],
+)
+def test_fp8_gathers_are_refused_where_torchtitan_drops_them(
+    small, changed, problems, recipe, settings, processes, refused
+):
+    settings = {**ROWWISE, "quantize.linear.float8.recipe_name": recipe, **settings}
+    found = problems(changed(small, settings), device_type="cuda", world_size=processes)
+    assert [p.key for p in found] == ([refused] if refused else [])
+
+
 def test_the_chunked_head_is_left_out(small, changed, problems):
     settings = {**ROWWISE, "loss.impl": "linear_chunked"}
     assert problems(changed(small, settings), device_type="cuda") == []
