@@ -10,11 +10,10 @@ from titan_lowprec.models.dflash.acceptance import correct_drafts, count_accepta
 from titan_lowprec.models.dflash.anchors import AnchorSampler, anchor_candidates
 from titan_lowprec.models.dflash.args import DFlashArgs, tap_layers
 from titan_lowprec.models.dflash.attention import build_mask
+from titan_lowprec.models.dflash.block_draft import BlockDraft
 from titan_lowprec.models.dflash.blocks import Blocks, draft_blocks
 from titan_lowprec.models.dflash.decode import (
-    BlockDraft,
     TargetStep,
-    first_divergence,
     greedy_decode,
     speculative_decode,
 )
@@ -22,6 +21,7 @@ from titan_lowprec.models.dflash.loss import denominator, draft_loss, mean_loss
 from titan_lowprec.models.dflash.masks import DraftMask
 from titan_lowprec.models.dflash.model import DraftModel, select_taps
 from titan_lowprec.models.dflash.tables import frozen_tables
+from titan_lowprec.testing.decoding import Recomputing
 
 WORDS, S = 8, 20
 ARGS = DFlashArgs(
@@ -167,26 +167,31 @@ def train_draft(target, *, objective, steps):
     return model, sampler
 
 
-def decode(target, model, tables):
+@pytest.fixture
+def decode(target):
     """Mean acceptance length over prompts; the output must be greedy decoding's."""
-    draft, lengths = BlockDraft(model, tables, impl="reference"), []
-    for prompt in sentences(4, length=3):
-        options = {"max_new_tokens": 16, "eos_ids": ()}
-        decoded = speculative_decode(target.step, draft, prompt, **options)
-        greedy = greedy_decode(target.step, prompt, **options)
-        assert first_divergence(target.step, greedy, decoded.tokens_S) is None
-        lengths += decoded.lengths
-    return sum(lengths) / len(lengths)
+
+    def decoded_length(model, tables):
+        draft, lengths = BlockDraft(model, tables, capacity=3 + 16 + ARGS.block_tokens), []
+        for prompt in sentences(4, length=3):
+            options = {"max_new_tokens": 16, "eos_ids": ()}
+            decoded = speculative_decode(Recomputing(target.step), draft, prompt, **options)
+            greedy = greedy_decode(Recomputing(target.step), prompt, **options)
+            assert torch.equal(decoded.tokens_S, greedy)
+            lengths += decoded.lengths
+        return sum(lengths) / len(lengths)
+
+    return decoded_length
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["decay", "dpace"])
-def test_trained_draft_is_accepted_and_the_output_stays_greedy(target, objective):
+def test_trained_draft_is_accepted_and_the_output_stays_greedy(target, decode, objective):
     tables = tables_of(target)
     untrained, _ = train_draft(target, objective=objective, steps=0)
-    assert decode(target, untrained, tables) < 1.5
+    assert decode(untrained, tables) < 1.5
     model, sampler = train_draft(target, objective=objective, steps=200)
-    accepted = decode(target, model, tables)
+    accepted = decode(model, tables)
     # Without the target's features one step in two can be guessed: 1 + 4 / 2 at best.
     assert accepted > 3.4
     batch = prepare(target, sampler, 32)
@@ -196,4 +201,4 @@ def test_trained_draft_is_accepted_and_the_output_stays_greedy(target, objective
     # A fresh head at decoding: nothing is accepted though training went well, and still no
     # token differs.
     wrong = tables_of(target, torch.randn_like(target.embed.weight), tied=False)
-    assert decode(target, model, wrong) < 1.5
+    assert decode(model, wrong) < 1.5

@@ -3,31 +3,52 @@
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 
-from titan_lowprec.models.dflash.anchors import Anchors
-from titan_lowprec.models.dflash.attention import Impl, build_mask
-from titan_lowprec.models.dflash.masks import DraftMask
-from titan_lowprec.models.dflash.model import DraftModel
-from titan_lowprec.models.dflash.tables import FrozenTables
 from titan_lowprec.shapes import Float, Int64, Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class TargetStep:
-    """The target's results for a sequence, one row for each of its tokens."""
+    """The target's results for tokens that it read."""
 
     logits_SV: Float[Tensor, "S V"]
-    """Row ``t`` predicts token ``t + 1``."""
-    features_SO: Float[Tensor, "S O"]
-    """Row ``t`` is the tapped state of token ``t``."""
+    """Of the last tokens, as many as were asked for; each row predicts the token after its own."""
+    features_SO: Float[Tensor, "S2 O"]
+    """Tapped states, a row for each token."""
 
 
-Target = Callable[[Tensor], TargetStep]
-"""Evaluates a whole sequence ``tokens_S``; one that caches may compute only what is new."""
-Draft = Callable[[Tensor, Tensor], Tensor]
-"""Proposes what follows ``tokens_S`` from the features of all of them but the last."""
+@runtime_checkable
+class Target(Protocol):
+    """A target that keeps what it has read: keys and values, say."""
+
+    def extend(self, tokens_S: Int64[Tensor, " S"], *, predictions: int) -> TargetStep:
+        """Read the next tokens of a sequence; the logits are those of the last ``predictions``."""
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens but the first ``length``."""
+        ...
+
+
+@runtime_checkable
+class Draft(Protocol):
+    """A draft that keeps what it has seen of a sequence, of which every token is accepted."""
+
+    def propose(
+        self, tokens_S: Int64[Tensor, " S"], features_NO: Float[Tensor, "N O"]
+    ) -> Int64[Tensor, " P1"]:
+        """Say what may follow ``tokens_S``; the features are those that it has not seen.
+
+        Together, all calls since ``reset`` give the features of all tokens but the last.
+        """
+        ...
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,44 +70,6 @@ class Decoded:
         return dict(sorted(Counter(self.lengths).items()))
 
 
-class BlockDraft:
-    """Drafts ``block_tokens - 1`` tokens with a draft model, through the code that trains it."""
-
-    def __init__(self, model: DraftModel, tables: FrozenTables, *, impl: Impl) -> None:
-        self.model = model
-        self.tables = tables
-        self.impl: Impl = impl
-
-    @torch.no_grad()
-    def __call__(
-        self, tokens_S: Int64[Tensor, " S"], features_SO: Float[Tensor, "S1 O"]
-    ) -> Int64[Tensor, " P1"]:
-        args, context = self.model.args, features_SO.shape[0]
-        if tokens_S.shape[0] != context + 1:
-            raise ValueError(
-                f"BlockDraft: all tokens but the last must have features, got "
-                f"{tokens_S.shape[0]} tokens and {context} features; they must not be shifted"
-            )
-        device, P = tokens_S.device, args.block_tokens
-        position_S = torch.arange(context + P, device=device)
-        anchors = Anchors(
-            torch.full((1, 1), context, device=device),
-            torch.ones(1, 1, dtype=torch.bool, device=device),
-        )
-        document_BS = torch.zeros(1, context, dtype=torch.int64, device=device)
-        input_P = torch.full((P,), args.mask_id, device=device)
-        input_P[0] = tokens_S[-1]
-        hidden_BPE = self.model(
-            features_SO[None],
-            self.tables.embed(input_P)[None],
-            context_position_BS=position_S[None, :context],
-            block_position_BT=position_S[None, context:],
-            mask=build_mask(DraftMask(anchors, document_BS, P), impl=self.impl),
-            impl=self.impl,
-        )
-        return self.tables.logits(hidden_BPE[0, 1:]).argmax(-1)
-
-
 @torch.no_grad()
 def greedy_decode(
     target: Target,
@@ -96,10 +79,12 @@ def greedy_decode(
     eos_ids: Collection[int],
 ) -> Int64[Tensor, " S2"]:
     """Extend a prompt by the target's likeliest tokens, one at a time."""
-    tokens = prompt_S
+    target.truncate(0)
+    tokens = unread = prompt_S
     for _ in range(max_new_tokens):
-        tokens = torch.cat((tokens, target(tokens).logits_SV[-1:].argmax(-1)))
-        if int(tokens[-1]) in eos_ids:
+        unread = target.extend(unread, predictions=1).logits_SV.argmax(-1)
+        tokens = torch.cat((tokens, unread))
+        if int(unread) in eos_ids:
             break
     return tokens
 
@@ -116,7 +101,8 @@ def speculative_decode(
     """Extend a prompt by what a draft proposes and the target would have chosen.
 
     The output is plain greedy decoding's, whatever the draft proposes, as long as the target gives
-    the same logits for a sequence whether it sees more tokens or not; see `first_divergence`.
+    the same logits for a token whether it reads others with it or not; see `first_divergence`.
+    The target reads every accepted token once, and each rejected one once.
 
     Raises:
         ValueError: The prompt is empty or no token is asked for.
@@ -126,17 +112,22 @@ def speculative_decode(
             f"speculative_decode: prompt and max_new_tokens must be at least 1, got "
             f"{len(prompt_S)} and {max_new_tokens}"
         )
-    step = target(prompt_S)
-    tokens = torch.cat((prompt_S, step.logits_SV[-1:].argmax(-1)))
+    target.truncate(0)
+    draft.reset()
+    step = target.extend(prompt_S, predictions=1)
+    features = step.features_SO
+    tokens = torch.cat((prompt_S, step.logits_SV.argmax(-1)))
     end, lengths = len(prompt_S) + max_new_tokens, []
     while len(tokens) < end and int(tokens[-1]) not in eos_ids:
-        known = len(tokens) - 1
-        proposal = draft(tokens, step.features_SO[:known])
-        step = target(torch.cat((tokens, proposal)))
-        chosen = step.logits_SV[known:].argmax(-1)
+        proposal = draft.propose(tokens, features)
+        block = torch.cat((tokens[-1:], proposal))
+        step = target.extend(block, predictions=len(block))
+        chosen = step.logits_SV.argmax(-1)
         run = int((chosen[:-1] == proposal).long().cumprod(0).sum())
         accepted = _until_eos(chosen[: run + 1], eos_ids)
+        features = step.features_SO[: len(accepted)]
         tokens = torch.cat((tokens, accepted))
+        target.truncate(len(tokens) - 1)
         lengths.append(len(accepted))
     return Decoded(tokens[:end], tuple(lengths))
 
@@ -160,9 +151,16 @@ class Divergence:
 
 @torch.no_grad()
 def first_divergence(
-    target: Target, greedy_S: Int64[Tensor, " S"], speculative_S: Int64[Tensor, " S2"]
+    logits_of: Callable[[Tensor], Tensor],
+    greedy_S: Int64[Tensor, " S"],
+    speculative_S: Int64[Tensor, " S2"],
 ) -> Divergence | None:
     """Compare two continuations of one prompt; in bf16 batches of other sizes differ in bits.
+
+    Args:
+        logits_of: The target's logits of a whole sequence, ``(S, V)``.
+        greedy_S: Prompt and plain greedy continuation.
+        speculative_S: Prompt and speculative continuation.
 
     Raises:
         ValueError: One is the beginning of the other: they were cut differently.
@@ -177,6 +175,6 @@ def first_divergence(
             )
         return None
     index = int(differ[0])
-    logits_V = target(greedy_S[:index]).logits_SV[-1]
+    logits_V = logits_of(greedy_S[:index])[-1]
     margin = logits_V[greedy_S[index]] - logits_V[speculative_S[index]]
     return Divergence(index, float(margin))

@@ -85,9 +85,27 @@ class DraftAttention(nn.Module):
         impl: Impl,
     ) -> Float[Tensor, "B T E"]:
         source_BKE = torch.cat((context_BSE, x_BTE), dim=1)
-        q_BHTD = query_rotary.rotate(self.q_norm(self._heads(self.q_proj(x_BTE))))
-        k_BJKD = key_rotary.rotate(self.k_norm(self._heads(self.k_proj(source_BKE))))
-        v_BJKD = self._heads(self.v_proj(source_BKE))
+        k_BJKD, v_BJKD = self.keys_values(source_BKE, key_rotary)
+        return self.attend(x_BTE, query_rotary, k_BJKD, v_BJKD, mask, impl)
+
+    def keys_values(
+        self, source_BKE: Float[Tensor, "B K E"], rotary: RotaryTable
+    ) -> tuple[Float[Tensor, "B J K D"], Float[Tensor, "B J K D"]]:
+        """Rotated keys, and values, of context or block."""
+        k_BJKD = rotary.rotate(self.k_norm(self._heads(self.k_proj(source_BKE))))
+        return k_BJKD, self._heads(self.v_proj(source_BKE))
+
+    def attend(
+        self,
+        x_BTE: Float[Tensor, "B T E"],
+        rotary: RotaryTable,
+        k_BJKD: Float[Tensor, "B J K D"],
+        v_BJKD: Float[Tensor, "B J K D"],
+        mask: Bool[Tensor, "B T K"] | BlockMask,
+        impl: Impl,
+    ) -> Float[Tensor, "B T E"]:
+        """Attend from the block to keys and values that are given."""
+        q_BHTD = rotary.rotate(self.q_norm(self._heads(self.q_proj(x_BTE))))
         out_BHTD = draft_attention(q_BHTD, k_BJKD, v_BJKD, mask=mask, impl=impl)
         return self.o_proj(out_BHTD.transpose(1, 2).flatten(2))
 
@@ -128,7 +146,11 @@ class DraftLayer(nn.Module):
         impl: Impl,
     ) -> Float[Tensor, "B T E"]:
         normed = self.input_layernorm(x_BTE)
-        x_BTE = x_BTE + self.self_attn(normed, context_BSE, query_rotary, key_rotary, mask, impl)
+        out_BTE = self.self_attn(normed, context_BSE, query_rotary, key_rotary, mask, impl)
+        return self.feed_forward(x_BTE + out_BTE)
+
+    def feed_forward(self, x_BTE: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
+        """The second half of the layer, with its residual."""
         return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
 
 
@@ -155,6 +177,10 @@ class DraftModel(nn.Module):
             elif isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
 
+    def context(self, features_BSO: Float[Tensor, "B S O"]) -> Float[Tensor, "B S E"]:
+        """Fuse the target's features, once for all layers."""
+        return self.hidden_norm(self.fc(features_BSO))
+
     def forward(
         self,
         features_BSO: Float[Tensor, "B S O"],
@@ -179,7 +205,7 @@ class DraftModel(nn.Module):
         query_rotary = rotary_table(block_position_BT, **rotary)
         key_position = torch.cat((context_position_BS, block_position_BT), dim=1)
         key_rotary = rotary_table(key_position, **rotary)
-        context_BSE = self.hidden_norm(self.fc(features_BSO))
+        context_BSE = self.context(features_BSO)
         x_BTE = embedded_BTE
         for layer in self.layers:
             x_BTE = layer(x_BTE, context_BSE, query_rotary, key_rotary, mask, impl)

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoi
 from torchtitan.protocols.train_spec import get_train_spec
 from tqdm import tqdm
 
+from titan_lowprec.models.dflash.block_draft import BlockDraft
 from titan_lowprec.models.dflash.decode import (
-    BlockDraft,
     Divergence,
     first_divergence,
     greedy_decode,
@@ -24,6 +24,7 @@ from titan_lowprec.shapes import Int64, Tensor
 from titan_lowprec.titan.check_config import check_config
 from titan_lowprec.titan.dataloader import validation_batches_of
 from titan_lowprec.titan.dflash.args import DraftModelArgs
+from titan_lowprec.titan.dflash.cache import CachedTarget
 from titan_lowprec.titan.dflash.state_dict import DraftStateDictAdapter
 from titan_lowprec.titan.dflash.target import FrozenTarget, build_target
 from titan_lowprec.titan.dflash.vocabulary import vocabulary_of
@@ -153,7 +154,7 @@ def load_draft(args: DraftModelArgs, path: Path, *, device: torch.device) -> Dra
 
 def load_pair(
     job_config: MergedJobConfig, *, draft: Path | None, dtype: torch.dtype, max_positions: int
-) -> tuple[FrozenTarget, BlockDraft]:
+) -> tuple[FrozenTarget, DraftModel]:
     """Target and draft of a recipe, on the GPU if there is one."""
     from torchtitan.tools.utils import device_type
 
@@ -164,7 +165,7 @@ def load_pair(
     device = torch.device(device_type)
     target = build_target(args, job_config, device=device, dtype=dtype, max_positions=max_positions)
     model = load_draft(args, draft or latest_step(job_config), device=device).to(dtype)
-    return target, BlockDraft(model, target.tables, impl="reference")
+    return target, model
 
 
 def validation_prompts(
@@ -184,21 +185,28 @@ def validation_prompts(
 
 def evaluate(
     target: FrozenTarget,
-    draft: BlockDraft,
+    draft: DraftModel,
     prompts: list[Int64[Tensor, " P"]],
     *,
     max_new_tokens: int,
     eos_ids: Collection[int],
 ) -> Evaluation:
-    """Decode every prompt twice, speculatively and plainly, and compare."""
+    """Decode every prompt twice, speculatively and plainly, and compare.
+
+    Both keep keys and values. Where the outputs part, the margin is that of the target's own
+    attention to the whole sequence.
+    """
     device = target.tables.embed_VE.device
+    capacity = max(map(len, prompts)) + max_new_tokens + draft.args.block_tokens
+    cached = CachedTarget(target, rows=1, capacity=capacity, attention="recipe")
+    block_draft = BlockDraft(draft, target.tables, capacity=capacity)
     results: list[Prompted] = []
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_ids": eos_ids}
     for prompt in tqdm(prompts, desc="prompts", unit="prompt"):
         on_device = prompt.to(device)
-        decoded = speculative_decode(target.step, draft, on_device, **options)
-        plain = greedy_decode(target.step, on_device, **options)
-        divergence = first_divergence(target.step, plain, decoded.tokens_S)
+        decoded = speculative_decode(cached, block_draft, on_device, **options)
+        plain = greedy_decode(cached, on_device, **options)
+        divergence = first_divergence(target.logits, plain, decoded.tokens_S)
         results.append(Prompted(len(plain) - len(prompt), decoded.lengths, divergence))
     return Evaluation(tuple(results))
 
@@ -214,9 +222,7 @@ def evaluate_recipe(
 ) -> Evaluation:
     """Measure a recipe's draft on beginnings of its validation documents."""
     positions = prompt_tokens + max_new_tokens + job_config.dflash.block_tokens
-    target, block_draft = load_pair(
-        job_config, draft=draft, dtype=dtype, max_positions=max(positions, 1)
-    )
+    target, model = load_pair(job_config, draft=draft, dtype=dtype, max_positions=max(positions, 1))
     chosen = [*validation_prompts(job_config, prompts=prompts, prompt_tokens=prompt_tokens)]
     if not chosen:
         raise ValueError(
@@ -225,7 +231,7 @@ def evaluate_recipe(
         )
     return evaluate(
         target,
-        block_draft,
+        model,
         chosen,
         max_new_tokens=max_new_tokens,
         eos_ids=vocabulary_of(job_config).eos_ids,

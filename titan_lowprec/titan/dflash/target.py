@@ -92,7 +92,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def step(self, tokens_S: Int[Tensor, " S"]) -> TargetStep:
-        """Logits and taps of one sequence, for decoding.
+        """Logits and taps of one whole sequence, by the target's own attention.
 
         Raises:
             ValueError: The sequence is longer than the rotary table.
@@ -107,6 +107,10 @@ class FrozenTarget:
         position = torch.arange(S, device=tokens_S.device)[None]
         out = self.module(tokens_S.long()[None], position, cu_seqlens, self.taps, True)
         return TargetStep(self.tables.logits(out.hidden_BSE[0]), out.features_BSO[0])
+
+    def logits(self, tokens_S: Int[Tensor, " S"]) -> Float[Tensor, "S V"]:
+        """Logits of one whole sequence."""
+        return self.step(tokens_S).logits_SV
 
     def shard(self, mesh: DeviceMesh) -> None:
         """Spread layers over ranks; the tables were taken before and stay whole."""
