@@ -7,11 +7,22 @@ from typing import Any, Literal, get_args
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from titan_lowprec.models.dflash.bf16_attention import Bf16Attention
 from titan_lowprec.models.dflash.masks import DraftMask
 from titan_lowprec.shapes import Bool, Float, Tensor
 
-Impl = Literal["reference", "flex_bf16", "flex_fp32_ieee", "flex_fp32_tf32"]
+Impl = Literal[
+    "reference",
+    "reference_flex_bf16",
+    "reference_flex_fp32",
+    "flex_bf16",
+    "flex_fp32_ieee",
+    "flex_fp32_tf32",
+]
 """``reference``: dense, any device, fp32 softmax and products, forward and backward.
+``reference_flex_bf16``, ``reference_flex_fp32``: dense, any device; the arithmetic of ``flex_bf16``
+and ``flex_fp32_ieee`` in a bf16 model. In an fp32 model, operands, output and their gradients are
+rounded to bf16, so that the two differ in what is between.
 ``flex_bf16``: FlexAttention on operands as they are, which must be bf16.
 ``flex_fp32_ieee``, ``flex_fp32_tf32``: FlexAttention on q, k and v converted to fp32, with
 products of that precision; the output is converted back."""
@@ -26,7 +37,7 @@ def check_impl(impl: str) -> None:
 def build_mask(mask: DraftMask, *, impl: Impl) -> Bool[Tensor, "B T K"] | BlockMask:
     """Build the form of a mask that an implementation reads, once for all layers."""
     check_impl(impl)
-    return mask.dense() if impl == "reference" else mask.block_sparse()
+    return mask.dense() if impl.startswith("reference") else mask.block_sparse()
 
 
 def draft_attention(
@@ -54,7 +65,8 @@ def draft_attention(
     Numerics:
         The scores' softmax is fp32 everywhere (fp64 for fp64 in the reference). ``flex_bf16``
         rounds probabilities, and the scores' gradients, to bf16 before their products; the fp32
-        forms do not, and are left with the rounding of the output. Autocast would undo their
+        forms do not, and are left with the rounding of the output. `Bf16Attention` writes that
+        rounding out, as if all keys were one tile. Autocast would undo their
         conversion, so it is off inside.
     """
     check_impl(impl)
@@ -66,22 +78,39 @@ def draft_attention(
     with torch.autocast(q_BHTD.device.type, enabled=False):
         if impl == "reference":
             return _reference(q_BHTD, k_BJKD, v_BJKD, mask)
+        if impl in ("reference_flex_bf16", "reference_flex_fp32"):
+            q, k, v = (x.bfloat16() for x in (q_BHTD, k_BJKD, v_BJKD))
+            attend = _reference if impl == "reference_flex_fp32" else _reference_bf16
+            return attend(q, k, v, mask).to(q_BHTD.dtype)
         return _flex(q_BHTD, k_BJKD, v_BJKD, mask, impl)
 
 
-def _reference(q: Tensor, k: Tensor, v: Tensor, mask: Bool[Tensor, "B T K"] | BlockMask) -> Tensor:
+def _dense_mask(mask: Bool[Tensor, "B T K"] | BlockMask) -> Bool[Tensor, "B T K"]:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(
             f"draft_attention: the reference needs a mask of bool, got {got}; "
             "use build_mask(..., impl='reference')"
         )
+    return mask
+
+
+def _reference_bf16(
+    q: Tensor, k: Tensor, v: Tensor, mask: Bool[Tensor, "B T K"] | BlockMask
+) -> Tensor:
+    (B, H, T, D), J = q.shape, k.shape[1]
+    out = Bf16Attention.apply(q.reshape(B, J, H // J, T, D), k, v, _dense_mask(mask))
+    return out.reshape(B, H, T, D)
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, mask: Bool[Tensor, "B T K"] | BlockMask) -> Tensor:
+    allowed = _dense_mask(mask)
     (B, H, T, D), J = q.shape, k.shape[1]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     grouped = q.to(dtype).reshape(B, J, H // J, T, D)
     k, v = k.to(dtype), v.to(dtype)
     score = torch.einsum("bjgtd,bjkd->bjgtk", grouped, k) * D**-0.5
-    score = score.masked_fill(~mask[:, None, None], -torch.inf)
+    score = score.masked_fill(~allowed[:, None, None], -torch.inf)
     # A row without keys has a finite shift, weights of zero and a divisor of one.
     shift = score.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
     weight = torch.exp(score - shift)

@@ -190,8 +190,9 @@ def attention(job: Job) -> Iterator[Problem]:
     """An attention that has a backward pass where it runs, in the type that it gets."""
     impl = attention_on(job.config, job.device_type)
     if impl.startswith("flex") and job.device_type == "cpu":
-        needs = "be auto or reference on a CPU, where FlexAttention has no backward pass"
-        yield Problem("dflash.attention", needs, impl, "set it to auto")
+        needs = "be auto or a reference on a CPU, where FlexAttention has no backward pass"
+        remedy = "set it to auto, or to reference_flex_bf16 or reference_flex_fp32"
+        yield Problem("dflash.attention", needs, impl, remedy)
     elif impl == "flex_bf16" and job.config.training.mixed_precision_param != "bfloat16":
         needs = "not be flex_bf16 with training.mixed_precision_param=float32"
         yield Problem("dflash.attention", needs, impl, "use flex_fp32_ieee")
