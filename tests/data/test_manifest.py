@@ -122,6 +122,7 @@ def test_a_folder_that_cannot_be_written_is_named(open_counted, tmp_path):
         open_counted(cache_dir=str(tmp_path / "file"))
 
 
+@pytest.mark.slow
 def test_of_three_processes_one_builds_and_all_read(make_spec, tmp_path):
     spec = make_spec((3, 5, 7) * 60)
     program = textwrap.dedent(

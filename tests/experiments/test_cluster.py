@@ -28,6 +28,7 @@ def job(workshop, run, behaviour=None):
     return cluster.Job(run, 1, "sweep", Trainer(workshop, behaviour))
 
 
+@pytest.mark.slow
 def test_a_job_trains_its_run_and_a_second_one_has_nothing_to_do(workshop):
     run = workshop.saved()[0]
     assert job(workshop, run)() == "finished"
@@ -35,12 +36,14 @@ def test_a_job_trains_its_run_and_a_second_one_has_nothing_to_do(workshop):
     assert job(workshop, run)() == "finished" and read_state(run).attempts == attempts == 1
 
 
+@pytest.mark.slow
 def test_a_job_whose_run_crashes_fails_with_the_reason(workshop):
     run = workshop.saved()[0]
     with pytest.raises(RuntimeError, match=r"recipe=bf16/seed0: status 1.* became a cabbage"):
         job(workshop, run, {run.arm: "crash"})()
 
 
+@pytest.mark.slow
 def test_preempted_job_interrupts_its_run_and_asks_for_a_job_that_resumes_it(workshop, monkeypatch):
     run = workshop.saved()[0]
     helpers = types.SimpleNamespace(DelayedSubmission=lambda again: again)

@@ -73,6 +73,7 @@ def test_page_opens_without_network_and_escapes_what_it_quotes(report):
     assert "Is 1 < 2 & 3?" in words and "<b>cabbage</b>" in words
 
 
+@pytest.mark.slow
 def test_page_has_every_section_and_names_what_no_run_recorded(report):
     words = " ".join(Page((report / "x_1.5.html").read_text()).words)
     for section in SECTIONS:
@@ -96,6 +97,7 @@ def test_health_is_drawn_where_it_was_measured(workshop):
     assert curve.points == ((2.0, 7.0),)
 
 
+@pytest.mark.slow
 def test_markdown_has_arms_verdicts_failures_and_settings(report):
     text = (report / "x_1.5.md").read_text()
     assert re.search(r"^\| recipe=mxfp8 \| acceptable \| 2/2 \| 1\.0000 ", text, re.M)
@@ -103,6 +105,7 @@ def test_markdown_has_arms_verdicts_failures_and_settings(report):
     assert "| recipe=c7 | bf16 | 7 |" in text and "(x_1.5.png)" in text
 
 
+@pytest.mark.slow
 def test_picture_is_a_png_of_the_asked_size(report):
     data = (report / "x_1.5.png").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"

@@ -48,6 +48,7 @@ def test_unset_keys_are_left_out(tmp_path):
     assert saved["checkpoint"]["interval"] == 500
 
 
+@pytest.mark.slow
 def test_earlier_attempts_keep_their_numbered_files(tmp_path):
     for steps in (1, 2, 3):
         config = parse(f"--training.steps={steps}")
