@@ -127,10 +127,10 @@ def perturbation(options: Options) -> list[Row]:
         before = attention_results(*inputs.tensors(), inputs.cu_seqlens_RM, spec=spec)
         cells, figures = [], []
         for size in (64.0, 1e6):
-            changed = [x.clone() for x in inputs.tensors()]
-            for x in changed:
+            q, k, v, grad = (x.clone() for x in inputs.tensors())
+            for x in (q, k, v, grad):
                 x[at] *= size
-            after = attention_results(*changed, inputs.cu_seqlens_RM, spec=spec)
+            after = attention_results(q, k, v, grad, inputs.cu_seqlens_RM, spec=spec)
             moved = [relative_l2(after[part][:at], before[part][:at]) for part in (0, 2)]
             figures += moved
             cells.append(f"x {size:g}: " + " / ".join(f"{m:.1e}" for m in moved))
@@ -247,7 +247,7 @@ def gain_difference(peaked: dict[str, Row]) -> str:
 
 def main() -> None:
     """Measure every section and print it, and write it where asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=1)
     parser.add_argument("--device", default="cpu")

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -78,7 +79,10 @@ def stock(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(hidden @ weight.T, labels, reduction="sum")
 
 
-def stock_chunked(policy: str, chunk_rows: int | None, reduction: str = "sum") -> LossFunction:
+Policy = Literal["accurate", "balanced", "compact", "auto"]
+
+
+def stock_chunked(policy: Policy, chunk_rows: int | None, reduction: str = "sum") -> LossFunction:
     chunks = {"chunking_method": None, "batch_chunk_size": chunk_rows} if chunk_rows else {}
     options = torch.nn.LinearCrossEntropyOptions(acc_policy=policy, **chunks)
 
@@ -102,7 +106,8 @@ def paths() -> dict[str, LossFunction]:
         "torch cross_entropy, bf16 logits": stock,
     }
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        for policy in ("accurate", "balanced", "compact"):
+        policies: tuple[Policy, ...] = ("accurate", "balanced", "compact")
+        for policy in policies:
             table[f"torch chunked {policy}, one chunk"] = stock_chunked(policy, 10**6)
             table[f"torch chunked {policy}, 64 rows"] = stock_chunked(policy, 64)
         table["torch chunked auto, 4 rows"] = stock_chunked("auto", 4)
@@ -114,7 +119,8 @@ def paths() -> dict[str, LossFunction]:
 def truth(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     h, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
     loss = F.cross_entropy(h @ w.T, labels, reduction="sum")
-    return loss.detach(), *torch.autograd.grad(loss, (h, w))
+    grad_h, grad_w = torch.autograd.grad(loss, (h, w))
+    return loss.detach(), grad_h, grad_w
 
 
 def differentiate(
@@ -153,7 +159,7 @@ def audit(name: str, path: LossFunction, N: int, V: int, E: int) -> Finding:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--width", type=int, default=32)

@@ -22,7 +22,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """Read the command line; what follows ``--`` belongs to the recipe."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("recipe")
     parser.add_argument("--draft", type=Path, help="step of a checkpoint, or an export's folder")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")

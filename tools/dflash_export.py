@@ -20,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def main() -> int:
     """Read the checkpoint, write the folder."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("recipe")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--draft", type=Path, help="step of a checkpoint; the newest as written")

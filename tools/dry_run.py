@@ -14,7 +14,7 @@ GIB = 1024**3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("recipe", nargs="+")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
     arguments, overrides = parser.parse_known_args()

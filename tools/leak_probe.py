@@ -22,7 +22,7 @@ SIZES = (LARGE_CHANGE, 2.0, 2.0**-15)
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument(
         "--recipe", default="mxfp8", choices=["bf16", "mxfp8", "nvfp4_mixed", "nvfp4_full"]
     )

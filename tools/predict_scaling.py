@@ -33,7 +33,7 @@ ROWS_PER_MICROBATCH, TOKENS_PER_ROW = 8, 2048
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--recipe", default="llama1b_mxfp8")
     parser.add_argument("--rows", type=int, default=512, help="rows of the global batch")
     parser.add_argument("--network-rate", type=float, default=40e9, help="bytes/s and GPU")

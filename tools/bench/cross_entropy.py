@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from bench_registry import Case, Implementation, Workload
 from torch import Tensor
 
-from titan_lowprec.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
+from titan_lowprec.ops.cross_entropy.api import Impl, cross_entropy, linear_cross_entropy
 
 TESTS = ("tests/ops/cross_entropy",)
 NOT_JUDGED = 1e9
@@ -111,6 +111,7 @@ def head_workload(
 
     def error() -> float:
         loss = step()
+        assert hidden.grad is not None and weight.grad is not None
         worst = [
             abs(float(loss.double() / inputs.loss) - 1) / 1e-6,
             times_floor(hidden.grad, inputs.grad_hidden) / 1.1,
@@ -151,7 +152,7 @@ def three_gemms(case: Case, inputs: Inputs) -> Workload:
     )
 
 
-def ours(chunk_rows: int, impl: str) -> Implementation:
+def ours(chunk_rows: int, impl: Impl) -> Implementation:
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return linear_cross_entropy(
             hidden,

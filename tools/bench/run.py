@@ -33,7 +33,7 @@ from bench_registry import Case, Implementation, Workload  # noqa: E402
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--op", required=True, help="module in tools/bench")
     parser.add_argument("--suite", default="smoke")
     parser.add_argument("--only", nargs="*", help="names of implementations to run")
