@@ -17,6 +17,8 @@ DASHES = ("-", ":", "-.")
 FEW_POINTS = 12
 """Curves with at most so many points show them."""
 MARKS = {"spike": "^", "skipped": "s"}
+COUNTS = frozenset({"steps", "rows", "bits"})
+"""Units of which there is no half."""
 AXIS_LABELS = {"step": "optimizer step", "valid_tokens_seen": "valid tokens"}
 
 
@@ -66,6 +68,8 @@ def draw(axes: Any, panel: Panel, curves: tuple[Curve, ...], results: Results) -
         axes.set_ylim(low, high)  # a far limit must not flatten the curves
     elif {y for curve in curves for _, y in curve.points} == {0.0}:
         axes.set_ylim(-0.05, 1)  # nothing happened, and nothing is negative
+    if panel.unit in COUNTS:
+        axes.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axes.xaxis.set_major_formatter(thousands)
     axes.set_title(panel.title, fontsize=10, loc="left")
     axes.set_xlabel(AXIS_LABELS[panel.axis], fontsize=9)

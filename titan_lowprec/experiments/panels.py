@@ -121,7 +121,11 @@ SECTIONS: tuple[Section, ...] = (
             health("At the largest code in Q, K, V", "quantisation/at_maximum", SHARE),
             health("Range of scale exponents", "quantisation/exponent_range", "bits"),
             health("Flushed to zero in dS", "quantisation/ds_flushed", SHARE),
-            health("Row sums of dS, 0 in exact arithmetic", "quantisation/ds_row_sum", "share"),
+            health(
+                "Row sums of dS, 0 in exact arithmetic",
+                "quantisation/ds_row_sum",
+                "share of magnitude",
+            ),
         ),
         "Worst layer, on a slice of every layer's own operands, every metrics.health_every steps. "
         "Output error: to the exact (fp32) attention of the same operands. dS: under a gradient "
