@@ -31,9 +31,7 @@ def test_every_contender_is_a_job_without_problems(bench, tmp_path):
     texts = {rows: bench.write_text(tmp_path / f"{rows}.jsonl", "2k") for rows in bench.ROWS}
     for contender in bench.CONTENDERS.values():
         text = texts[contender.rows]
-        config = ConfigManager().parse_args(
-            contender.arguments(text, str(tmp_path), steps=bench.STEPS)
-        )
+        config = ConfigManager().parse_args(contender.arguments(text, str(tmp_path)))
         assert config.compile.enable
         modes = {"linears": "selective", "budget70": "memory_budget"}
         mode = modes.get(contender.checkpointing, contender.checkpointing)
@@ -58,17 +56,18 @@ def test_a_contender_trains_only_in_its_turn(bench, monkeypatch):
     ours, theirs = Pipe()
     trained = []
     trainer = SimpleNamespace(step=0, train_step=lambda iterator: trained.append(trainer.step))
-    bench.Turns(trainer, theirs)
+    plan = bench.PLANS["2k"]
+    bench.Turns(trainer, theirs, plan)
 
     def run():
-        for trainer.step in range(1, bench.WARM_STEPS + bench.BLOCK_STEPS * bench.ROUNDS + 1):
+        for trainer.step in range(1, plan.steps + 1):
             trainer.train_step(None)
 
     thread = Thread(target=run)
     thread.start()
-    for number in range(bench.ROUNDS):
+    for number in range(plan.rounds):
         assert ours.recv() == "ready"
-        assert len(trained) == bench.WARM_STEPS + number * bench.BLOCK_STEPS
+        assert len(trained) == plan.warm + number * plan.block
         ours.send("go")
         assert ours.recv() > 0
     thread.join()

@@ -25,35 +25,30 @@ from torchtitan.config import ConfigManager
 from torchtitan.train import Trainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from contenders import CONTENDERS, FLAVOR, ROWS, teach_stock, write_text
+from contenders import CONTENDERS, FLAVOR, PLANS, ROWS, Plan, teach_stock, write_text
 from single_process import become_single_process
 
 from titan_lowprec.titan.run_record import collect_versions
 from titan_lowprec.titan.trainer import make_trainer
 
-WARM_STEPS = 3
-BLOCK_STEPS = 6
-ROUNDS = 4
-STEPS = WARM_STEPS + BLOCK_STEPS * ROUNDS
-
 
 class Turns:
     """Wraps ``train_step``: waits for its turn before each block and reports each block's time."""
 
-    def __init__(self, trainer: Any, pipe: Connection) -> None:
-        self.trainer, self.pipe = trainer, pipe
+    def __init__(self, trainer: Any, pipe: Connection, plan: Plan) -> None:
+        self.trainer, self.pipe, self.plan = trainer, pipe, plan
         self.train_step = trainer.train_step
         self.begun = 0.0
         trainer.train_step = self
 
     def __call__(self, iterator: Any) -> None:
-        step = self.trainer.step - WARM_STEPS - 1
-        if step >= 0 and step % BLOCK_STEPS == 0:
+        step, size = self.trainer.step - self.plan.warm - 1, self.plan.block
+        if step >= 0 and step % size == 0:
             self.wait()
         self.train_step(iterator)
-        if step >= 0 and step % BLOCK_STEPS == BLOCK_STEPS - 1:
+        if step >= 0 and step % size == size - 1:
             torch.cuda.synchronize()
-            self.pipe.send((time.perf_counter() - self.begun) / BLOCK_STEPS)
+            self.pipe.send((time.perf_counter() - self.begun) / size)
 
     def wait(self) -> None:
         torch.cuda.synchronize()
@@ -69,9 +64,9 @@ def train(name: str, text: str, pipe: Connection) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if contender.recipe is None:
             teach_stock()
-        config = ConfigManager().parse_args(contender.arguments(Path(text), folder, steps=STEPS))
+        config = ConfigManager().parse_args(contender.arguments(Path(text), folder))
         trainer: Any = (Trainer if contender.recipe is None else make_trainer(Trainer))(config)
-        Turns(trainer, pipe)
+        Turns(trainer, pipe, PLANS[contender.rows])
         trainer.train()
         pipe.send(torch.cuda.max_memory_reserved() / 2**30)
         trainer.close()
@@ -101,7 +96,7 @@ def run_group(names: list[str], text: Path, *, apart: bool) -> dict[str, Any]:
     }
 
     def rounds(runners: list[Runner]) -> None:
-        for number in range(ROUNDS):
+        for number in range(PLANS[CONTENDERS[names[0]].rows].rounds):
             for runner in runners:
                 if number:
                     runner.pipe.recv()  # ready
@@ -144,7 +139,7 @@ def record(
         return json.dumps(line | {"error": mine["error"]} | shared)
     median_s = statistics.median(mine["blocks_s"])
     line |= {
-        "steps": BLOCK_STEPS * len(mine["blocks_s"]),
+        "steps": PLANS[contender.rows].block * len(mine["blocks_s"]),
         "step_ms": round(1e3 * median_s, 2),
         "step_ms_blocks": [round(1e3 * t, 2) for t in mine["blocks_s"]],
         "tokens_per_s": round(batch * tokens / median_s),
