@@ -4,7 +4,7 @@ All of ours take bf16 q, k, v; one forward is quantise + forward, one backward i
 gradient) + backward. ``quantise`` alone and the work lists (``lists``) are passes of their own.
 FLOPs count visible pairs only: 4 pairs d H forward, 10 pairs d H backward, whatever a kernel
 recomputes. ``error`` is the relative L2 error of the output's first document against float64; the
-FP8 rows must stay below 0.06, bf16 rows below 5e-3.
+FP8 rows must stay below 0.06, those with NVFP4 scores below 0.15, bf16 rows below 5e-3.
 """
 
 import importlib
@@ -266,11 +266,14 @@ def needs_flash_attention_4(device: torch.device) -> str | None:
 
 
 MXFP8 = AttentionSpec.mxfp8(mask="causal")
+MIXED = AttentionSpec.nvfp4_mixed(mask="causal")
 IMPLEMENTATIONS = [
     Implementation("flex_attention", flex, needs_cuda),
     ours("mxfp8", MXFP8, 0.06),
     ours("mxfp8-wide", replace(MXFP8, tile_k=128), 0.06),
     ours("mxfp8-strict", replace(MXFP8, scales="token"), 0.06),
+    ours("nvfp4_mixed", MIXED, 0.15),
+    ours("nvfp4_mixed-wide", replace(MIXED, tile_k=128), 0.15),
     ours("bf16", AttentionSpec.bf16(mask="causal"), 5e-3),
     Implementation("varlen_attn", varlen, needs_cuda),
     Implementation("cudnn", cudnn, needs_cuda),

@@ -16,7 +16,8 @@ HERE = Path(__file__).parent
 def test_interpreted_kernels_match_the_reference():
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
                str(HERE / "test_kernel.py"),
-               str(HERE.parent / "quantize" / "test_kernel.py")]  # fmt: skip
+               str(HERE.parent / "quantize" / "test_kernel.py"),
+               str(HERE.parent / "quantize" / "test_kernel_nvfp4.py")]  # fmt: skip
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -74,8 +74,8 @@ def test_the_global_batch_counts_ranks_with_different_rows_only(small, changed, 
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
-        ({"recipe": "nvfp4_mixed"}, "recipe must be"),
         ({"recipe": "nvfp4_full"}, "recipe must be"),
+        ({"recipe": "nvfp4_mixed", "gradient_groups": "tile"}, "gradient_groups must be"),
         ({"dq_accum": "fp16_boost"}, "dq_accum must be"),
         ({"delta_gradient": "unquantised_fault"}, "delta_gradient must be"),
         ({"tile_q": 32}, "tile_q and tile_k must be"),
@@ -88,6 +88,12 @@ def test_triton_is_refused_where_only_a_reference_exists(small, settings, part, 
     assert problem.key == "attention.impl"
     assert part in str(problem)
     assert problems(changed(config, {"attention.impl": "auto"}), device_type="cuda") == []
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_mixed"])
+def test_triton_is_accepted_for_every_recipe_with_kernels(small, recipe, changed, problems):
+    settings = {"attention.recipe": recipe, "attention.impl": "triton", "model.flavor": "8B"}
+    assert problems(changed(small, settings), device_type="cuda") == []
 
 
 def test_the_fault_of_d_is_refused_where_no_gradient_is_quantised(small, changed, problems):

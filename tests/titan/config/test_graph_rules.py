@@ -6,7 +6,7 @@ REFUSED = [
     ({}, "cpu", 1, "graph.enable", "need a CUDA device"),
     ({"parallelism.tensor_parallel_degree": 2}, "cuda", 2, "graph.enable", "not proven"),
     ({"training.enable_cpu_offload": True}, "cuda", 1, "training.enable_cpu_offload", "host"),
-    ({"attention.recipe": "nvfp4_mixed"}, "cuda", 1, "graph.enable", "no kernel takes them"),
+    ({"attention.recipe": "nvfp4_full"}, "cuda", 1, "graph.enable", "no kernel takes them"),
     ({"model.flavor": "tiny"}, "cuda", 1, "graph.enable", "no kernel takes them"),
     ({"attention.impl": "reference"}, "cuda", 1, "attention.impl", "on the host"),
     ({"graph.max_documents": 33}, "cuda", 1, "graph.max_documents", "data.max_documents=32"),

@@ -12,6 +12,7 @@ from titan_lowprec.ops.attention.kernel.tiles import (
     load_columns,
     load_rows,
     load_transposed,
+    nan_mark,
     store_rows,
     tile_maximum,
     visible,
@@ -25,7 +26,8 @@ def _keys_step_fp8(
     k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr, q_factor, q_finite,
     lse_ptr, delta_ptr, head, token, column, columns, first_key, first_query, length,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr, WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries against the program's keys; rows are keys, columns queries."""
     BLOCKS: tl.constexpr = BLOCK_M // 32
@@ -34,7 +36,8 @@ def _keys_step_fp8(
     delta = load_columns(delta_ptr, column, left, BLOCK_M, MASKED, 0.0)
     q = load_rows(q_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, False)
     s = tl.reshape(tl.dot(k, tl.trans(q)), [BLOCK_N, BLOCKS, 4, 4, 2])
-    t = s * (as_rows(k_factor) * q_factor) - lse  # log2 of P * 2**e_g
+    # The binary logarithm of P * 2**e_g.
+    t = s * k_factor - lse if WIDE else s * (as_rows(k_factor) * q_factor) - lse
     if MASKED:
         seen = visible(first_key, first_query, length, BLOCK_N, BLOCK_M, CAUSAL, True)
         seen = tl.reshape(seen, [BLOCK_N, BLOCKS, 4, 4, 2])
@@ -43,7 +46,10 @@ def _keys_step_fp8(
     p = tl.exp2(t - as_rows(exponent))
     g = load_rows(g_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, False)
     e = tl.reshape(tl.dot(v, tl.trans(g)), [BLOCK_N, BLOCKS, 4, 4, 2])
-    u = p * (e * as_rows(v_factor) - delta)
+    if WIDE:
+        u = p * (e * (as_rows(v_factor) * q_factor) - delta)
+    else:
+        u = p * (e * as_rows(v_factor) - delta)
     if MASKED:
         u = tl.where(seen, u, 0.0)
     codes, u_exponent = fold_and_cast(u, q_finite, TOKEN)
@@ -82,9 +88,15 @@ def _keys_step_bf16(
 
 
 @triton.jit
-def _query_factors(qs_ptr, token, stride, left, BLOCKS: tl.constexpr, TOKEN: tl.constexpr):
-    """Factors of Q's scales, with NaN for scores and finite for the fold into U."""
+def _query_factors(qs_ptr, token, stride, left, BLOCKS: tl.constexpr, TOKEN: tl.constexpr,
+                   WIDE: tl.constexpr):  # fmt: skip
+    """Factors of Q's scales, with NaN for scores and finite for the fold into U.
+
+    WIDE scores know nothing of these scales: the first is then 1 or NaN, for dP.
+    """
     byte = block_bytes(qs_ptr, token, stride, left, BLOCKS, TOKEN)
+    if WIDE:
+        return nan_mark(byte), finite_factor(byte)
     return scale_factor(byte), finite_factor(byte)
 
 
@@ -93,8 +105,8 @@ def _keys_of_head(
     k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr, qs_ptr, lse_ptr, delta_ptr,
     head, start, column, columns, first_key, length,
     H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr, CAUSAL: tl.constexpr,
-    TOKEN: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr, WIDE: tl.constexpr,
+    CAUSAL: tl.constexpr, TOKEN: tl.constexpr,
 ):  # fmt: skip
     """All query tiles of one head: the diagonal's, then whole ones, then a part of one."""
     BLOCKS: tl.constexpr = BLOCK_M // 32
@@ -105,18 +117,20 @@ def _keys_of_head(
         whole = (tl.minimum(first_key + BLOCK_N, length) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
     rest = tl.maximum(whole, length // BLOCK_M * BLOCK_M)
     if FP8:
-        q_factor, q_finite = _query_factors(qs_ptr, start + whole, H, length - whole, BLOCKS, TOKEN)
+        q_factor, q_finite = _query_factors(
+            qs_ptr, start + whole, H, length - whole, BLOCKS, TOKEN, WIDE
+        )
     for tile in tl.range(whole, rest, BLOCK_M, num_stages=STAGES):
         if FP8:
             following = tile + BLOCK_M
             next_factor, next_finite = _query_factors(
-                qs_ptr, start + following, H, length - following, BLOCKS, TOKEN
+                qs_ptr, start + following, H, length - following, BLOCKS, TOKEN, WIDE
             )
             dk, dv = _keys_step_fp8(
                 k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr,
                 q_factor, q_finite, lse_ptr, delta_ptr, head, start + tile, column + tile,
                 columns, first_key, tile, length, H, BLOCK_M, BLOCK_N, D, BLOCK_D,
-                CAUSAL, TOKEN, False,
+                CAUSAL, TOKEN, WIDE, False,
             )  # fmt: skip
             q_factor = next_factor
             q_finite = next_finite
@@ -132,13 +146,13 @@ def _keys_of_head(
         tile = tl.where(tile < whole, tile, rest)
         if FP8:
             q_factor, q_finite = _query_factors(
-                qs_ptr, start + tile, H, length - tile, BLOCKS, TOKEN
+                qs_ptr, start + tile, H, length - tile, BLOCKS, TOKEN, WIDE
             )
             dk, dv = _keys_step_fp8(
                 k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr,
                 q_factor, q_finite, lse_ptr, delta_ptr, head, start + tile, column + tile,
                 columns, first_key, tile, length, H, BLOCK_M, BLOCK_N, D, BLOCK_D,
-                CAUSAL, TOKEN, True,
+                CAUSAL, TOKEN, WIDE, True,
             )  # fmt: skip
         else:
             dk, dv = _keys_step_bf16(
@@ -155,10 +169,13 @@ def attention_backward_keys(
     lse_ptr, delta_ptr, dk_ptr, dv_ptr, items_ptr, columns, score_factor, alpha,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    FP8: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr, ROTATE: tl.constexpr,
-    PRODUCT_TYPE: tl.constexpr,
+    FP8: tl.constexpr, WIDE: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr,
+    ROTATE: tl.constexpr, PRODUCT_TYPE: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one key tile: all query tiles that see it, of all heads that share it."""
+    """dK and dV of one key tile: all query tiles that see it, of all heads that share it.
+
+    WIDE: as in the forward; Q's scales then belong to its transposed codes alone.
+    """
     GROUP: tl.constexpr = H // J
     item = items_ptr + tl.program_id(0) * 4
     j = tl.program_id(1)
@@ -180,8 +197,9 @@ def attention_backward_keys(
         if FP8:
             row = tl.arange(0, BLOCK_N)
             at = (token + row).to(tl.int64) * J + j
-            k_byte = tl.load(ks_ptr + at, mask=row < left, other=0)
-            k_factor = score_factor * scale_factor(k_byte)
+            if not WIDE:
+                k_byte = tl.load(ks_ptr + at, mask=row < left, other=0)
+                k_factor = score_factor * scale_factor(k_byte)
             v_factor = scale_factor(tl.load(vs_ptr + at, mask=row < left, other=0))
         for member in tl.range(0, GROUP, num_stages=1):
             head = j * GROUP + member
@@ -191,7 +209,7 @@ def attention_backward_keys(
                 qs_ptr + head,
                 lse_ptr + across, delta_ptr + across, head,
                 start, column, columns, first_key, length,
-                H, BLOCK_M, BLOCK_N, STAGES, D, BLOCK_D, FP8, CAUSAL, TOKEN,
+                H, BLOCK_M, BLOCK_N, STAGES, D, BLOCK_D, FP8, WIDE, CAUSAL, TOKEN,
             )  # fmt: skip
         if ROTATE:
             dk = hadamard_product(dk, BLOCK_D, PRODUCT_TYPE)
@@ -201,10 +219,17 @@ def attention_backward_keys(
 
 
 @triton.jit
-def _key_factors(ks_ptr, vs_ptr, token, stride, left, BLOCKS: tl.constexpr, TOKEN: tl.constexpr):
-    """Factors of K's scales for scores and (finite) for the fold into U, and of V's scales."""
+def _key_factors(ks_ptr, vs_ptr, token, stride, left, BLOCKS: tl.constexpr, TOKEN: tl.constexpr,
+                 WIDE: tl.constexpr):  # fmt: skip
+    """Factors of K's scales for scores and (finite) for the fold into U, and of V's scales.
+
+    WIDE scores know nothing of K's scales: their NaN then goes to V's, and so to dP; the first
+    is not used.
+    """
     k_byte = block_bytes(ks_ptr, token, stride, left, BLOCKS, TOKEN)
     v_byte = block_bytes(vs_ptr, token, stride, left, BLOCKS, TOKEN)
+    if WIDE:
+        return nan_mark(k_byte), finite_factor(k_byte), scale_factor(v_byte) * nan_mark(k_byte)
     return scale_factor(k_byte), finite_factor(k_byte), scale_factor(v_byte)
 
 
@@ -213,14 +238,18 @@ def _queries_step_fp8(
     q, g, row_factor, lse, delta, dq, k_ptr, v_ptr, kt_ptr, k_factor, k_finite, v_factor,
     head, token, column, columns, first_row, first_key, length,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr, WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys; dP and D are in units of the query's gradient scale."""
     BLOCKS: tl.constexpr = BLOCK_N // 32
     left = length - first_key
     k = load_rows(k_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D, False)
     s = tl.reshape(tl.dot(q, tl.trans(k)), [BLOCK_M, BLOCKS, 4, 4, 2])
-    p = tl.exp2(s * (as_rows(row_factor) * k_factor) - as_rows(lse))
+    if WIDE:
+        p = tl.exp2(s * row_factor - as_rows(lse))
+    else:
+        p = tl.exp2(s * (as_rows(row_factor) * k_factor) - as_rows(lse))
     v = load_rows(v_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D, False)
     e = tl.reshape(tl.dot(g, tl.trans(v)), [BLOCK_M, BLOCKS, 4, 4, 2])
     u = p * (e * v_factor - as_rows(delta))
@@ -258,10 +287,10 @@ def attention_backward_queries(
     lse_ptr, delta_ptr, dq_ptr, items_ptr, columns, score_factor, alpha,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    FP8: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr, ROTATE: tl.constexpr,
-    PRODUCT_TYPE: tl.constexpr,
+    FP8: tl.constexpr, WIDE: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr,
+    ROTATE: tl.constexpr, PRODUCT_TYPE: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one query tile: all key tiles that it sees."""
+    """dQ of one query tile: all key tiles that it sees. WIDE: as for dK, with K's scales."""
     item = items_ptr + tl.program_id(0) * 4
     head = tl.program_id(1)
     start = tl.load(item)
@@ -291,32 +320,34 @@ def attention_backward_queries(
             ks_ptr += j
             vs_ptr += j
             BLOCKS: tl.constexpr = BLOCK_N // 32
-            q_byte = tl.load(qs_ptr + at, mask=row < left, other=0)
-            row_factor = score_factor * scale_factor(q_byte)
+            row_factor = score_factor
+            if not WIDE:
+                q_byte = tl.load(qs_ptr + at, mask=row < left, other=0)
+                row_factor = score_factor * scale_factor(q_byte)
             k_factor, k_finite, v_factor = _key_factors(
-                ks_ptr, vs_ptr, start, J, length, BLOCKS, TOKEN
+                ks_ptr, vs_ptr, start, J, length, BLOCKS, TOKEN, WIDE
             )
             for first_key in tl.range(0, unmasked, BLOCK_N, num_stages=STAGES):
                 following = first_key + BLOCK_N
                 next_factor, next_finite, next_v = _key_factors(
-                    ks_ptr, vs_ptr, start + following, J, length - following, BLOCKS, TOKEN
+                    ks_ptr, vs_ptr, start + following, J, length - following, BLOCKS, TOKEN, WIDE
                 )
                 dq = _queries_step_fp8(
                     q, g, row_factor, lse, delta, dq, k_ptr, v_ptr, kt_ptr, k_factor, k_finite,
                     v_factor, j, start + first_key, column + first_key, columns, first_row,
-                    first_key, length, J, BLOCK_M, BLOCK_N, D, BLOCK_D, CAUSAL, TOKEN, False,
+                    first_key, length, J, BLOCK_M, BLOCK_N, D, BLOCK_D, CAUSAL, TOKEN, WIDE, False,
                 )  # fmt: skip
                 k_factor = next_factor
                 k_finite = next_finite
                 v_factor = next_v
             for first_key in tl.range(unmasked, keys, BLOCK_N, num_stages=1):
                 k_factor, k_finite, v_factor = _key_factors(
-                    ks_ptr, vs_ptr, start + first_key, J, length - first_key, BLOCKS, TOKEN
+                    ks_ptr, vs_ptr, start + first_key, J, length - first_key, BLOCKS, TOKEN, WIDE
                 )
                 dq = _queries_step_fp8(
                     q, g, row_factor, lse, delta, dq, k_ptr, v_ptr, kt_ptr, k_factor, k_finite,
                     v_factor, j, start + first_key, column + first_key, columns, first_row,
-                    first_key, length, J, BLOCK_M, BLOCK_N, D, BLOCK_D, CAUSAL, TOKEN, True,
+                    first_key, length, J, BLOCK_M, BLOCK_N, D, BLOCK_D, CAUSAL, TOKEN, WIDE, True,
                 )  # fmt: skip
             g_factor = scale_factor(tl.load(gs_ptr + at, mask=row < left, other=0))
             dq = dq * g_factor[:, None]

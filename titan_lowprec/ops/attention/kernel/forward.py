@@ -21,11 +21,14 @@ _NOTHING_SEEN = tl.constexpr(-1e30)
 
 @triton.jit
 def _tile_scales(ks_ptr, vs_ptr, token, stride, length, BLOCKS: tl.constexpr,
-                 TOKEN: tl.constexpr):  # fmt: skip
+                 TOKEN: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """Factors of K and exponents of V of a tile; zero V codes take exponent 0, as any will do."""
-    k_byte = block_bytes(ks_ptr, token, stride, length, BLOCKS, TOKEN)
+    if WIDE:
+        k_factor = tl.full([1, 1, 1, 1, 1], 1.0, tl.float32)
+    else:
+        k_factor = scale_factor(block_bytes(ks_ptr, token, stride, length, BLOCKS, TOKEN))
     v_byte = block_bytes(vs_ptr, token, stride, length, BLOCKS, TOKEN)
-    return scale_factor(k_byte), tl.where(v_byte == 0, 0.0, scale_exponent(v_byte))
+    return k_factor, tl.where(v_byte == 0, 0.0, scale_exponent(v_byte))
 
 
 @triton.jit
@@ -72,7 +75,7 @@ def _rows_fp8(
     first_row, unmasked, keys, length,
     J: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr,
-    WEIGHT_EXPONENT: tl.constexpr, MAX_LAG: tl.constexpr,
+    WIDE: tl.constexpr, WEIGHT_EXPONENT: tl.constexpr, MAX_LAG: tl.constexpr,
 ):  # fmt: skip
     """All key tiles of a query tile. Scales are loaded a tile ahead of their use.
 
@@ -83,11 +86,11 @@ def _rows_fp8(
     top = tl.full([BLOCK_M], _NOTHING_SEEN, tl.float32)
     reference = tl.full([BLOCK_M], _NOTHING_SEEN, tl.float32)
     total = tl.zeros([BLOCK_M, 4], tl.float32)
-    k_factor, v_exponent = _tile_scales(ks_ptr, vs_ptr, token, J, length, BLOCKS, TOKEN)
+    k_factor, v_exponent = _tile_scales(ks_ptr, vs_ptr, token, J, length, BLOCKS, TOKEN, WIDE)
     for first_key in tl.range(0, unmasked, BLOCK_N, num_stages=STAGES):
         following = first_key + BLOCK_N
         next_factor, next_exponent = _tile_scales(
-            ks_ptr, vs_ptr, token + following, J, length - following, BLOCKS, TOKEN
+            ks_ptr, vs_ptr, token + following, J, length - following, BLOCKS, TOKEN, WIDE
         )
         k = load_rows(
             k_ptr, token + first_key, j, length - first_key, BLOCK_N, J, D, BLOCK_D, False
@@ -104,7 +107,7 @@ def _rows_fp8(
     for first_key in tl.range(unmasked, keys, BLOCK_N, num_stages=2):
         left = length - first_key
         k_factor, v_exponent = _tile_scales(
-            ks_ptr, vs_ptr, token + first_key, J, left, BLOCKS, TOKEN
+            ks_ptr, vs_ptr, token + first_key, J, left, BLOCKS, TOKEN, WIDE
         )
         k = load_rows(k_ptr, token + first_key, j, left, BLOCK_N, J, D, BLOCK_D, False)
         v = load_transposed(v_ptr, column + first_key, j, columns, BLOCK_N, D, BLOCK_D)
@@ -147,10 +150,13 @@ def attention_forward(
     columns, score_factor,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    FP8: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr, RESIDUAL: tl.constexpr,
-    WEIGHT_EXPONENT: tl.constexpr, MAX_LAG: tl.constexpr,
+    FP8: tl.constexpr, WIDE: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr,
+    RESIDUAL: tl.constexpr, WEIGHT_EXPONENT: tl.constexpr, MAX_LAG: tl.constexpr,
 ):  # fmt: skip
-    """Output, LSE (base 2) and optionally the output's low part of one query tile."""
+    """Output, LSE (base 2) and optionally the output's low part of one query tile.
+
+    WIDE (with FP8): Q and K are values in bf16, without scales; V and the weights stay e4m3.
+    """
     item = items_ptr + tl.program_id(0) * 4
     head = tl.program_id(1)
     start = tl.load(item)
@@ -182,11 +188,14 @@ def attention_forward(
         keys = tl.minimum(length, first_row + BLOCK_M)
         unmasked = first_row // BLOCK_N * BLOCK_N
     if FP8:
-        row_factor = score_factor * scale_factor(tl.load(qs_ptr + at, mask=inside, other=0))
+        if WIDE:
+            row_factor = tl.zeros([BLOCK_M], tl.float32) + score_factor
+        else:
+            row_factor = score_factor * scale_factor(tl.load(qs_ptr + at, mask=inside, other=0))
         out, row_sum, top = _rows_fp8(
             q, row_factor, acc, k_ptr, v_ptr, ks_ptr + j, vs_ptr + j, j, start, column,
             columns, first_row, unmasked, keys, length,
-            J, BLOCK_M, BLOCK_N, STAGES, D, BLOCK_D, CAUSAL, TOKEN, WEIGHT_EXPONENT, MAX_LAG,
+            J, BLOCK_M, BLOCK_N, STAGES, D, BLOCK_D, CAUSAL, TOKEN, WIDE, WEIGHT_EXPONENT, MAX_LAG,
         )  # fmt: skip
     else:
         top = tl.full([BLOCK_M], _NOTHING_SEEN, tl.float32)

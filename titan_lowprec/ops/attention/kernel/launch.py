@@ -1,5 +1,8 @@
 """Launchers of the attention kernels: the signatures of the reference, on a CUDA device."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -25,11 +28,13 @@ from titan_lowprec.ops.attention.kernel.support import (
 )
 from titan_lowprec.ops.attention.spec import AttentionSpec
 from titan_lowprec.ops.quantize.kernel import (
-    Operand,
+    Nvfp4Codes,
     interpreted,
     quantize_gradient,
+    quantize_mixed_operand,
     quantize_operand,
     transpose_codes,
+    widen_nvfp4,
     work_items,
 )
 from titan_lowprec.shapes import Float, Int32, Tensor
@@ -81,14 +86,24 @@ def build_lists(
     _items(cu_seqlens_RM, N, queries_launch(spec, D).rows, "queries", spec.mask)
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedOperands:
+    """What the forward makes of q, k and v."""
+
+    slots: dict[str, Tensor]
+    """Every slot of ``Saved`` that depends on the inputs alone."""
+    v_transposed_HDC: Tensor
+    """Transposed codes of V; empty under ``bf16``."""
+
+
 def encode_operands(
     q_NHD: Float[Tensor, "N H D"],
     k_NJD: Float[Tensor, "N J D"],
     v_NJD: Float[Tensor, "N J D"],
     blocks: Int32[Tensor, "items 4"],
     spec: AttentionSpec,
-) -> tuple[Operand, Operand, Operand]:
-    """Operands of the forward's products: codes, or bf16 values under the ``bf16`` recipe.
+) -> EncodedOperands:
+    """Operands of the products: codes, or bf16 values under the ``bf16`` recipe.
 
     Numerics:
         ``ops/attention/README.md``, "Operands".
@@ -96,16 +111,51 @@ def encode_operands(
     Source:
         arXiv:2611.03344, section 3.1.
     """
-    if spec.quantised:
-        q, k = (
-            quantize_operand(x, blocks, scales=spec.scales, rotate=spec.rotate, transpose=False)
-            for x in (q_NHD, k_NJD)
-        )
-        v = quantize_operand(v_NJD, blocks, scales=spec.scales, rotate=False, transpose=True)
-        return q, k, v
+    inputs = {"q": q_NHD, "k": k_NJD, "v": v_NJD}
     none = empty_slot(torch.uint8, q_NHD.device)
-    q, k, v = (Operand(x.to(torch.bfloat16), none, none, none, none) for x in (q_NHD, k_NJD, v_NJD))
-    return q, k, v
+    slots = dict.fromkeys(SAVED_SLOTS[3:], none)
+    if not spec.quantised:
+        values = {f"{name}_codes": x.to(torch.bfloat16) for name, x in inputs.items()}
+        return EncodedOperands(slots | values, none)
+    operands = {
+        "v": quantize_operand(v_NJD, blocks, scales=spec.scales, rotate=False, transpose=True)
+    }
+    for name in "qk":
+        x, rotate = inputs[name], spec.rotate
+        if spec.recipe == "nvfp4_mixed":
+            mixed = quantize_mixed_operand(x, blocks, scales=spec.scales, rotate=rotate)
+            operands[name] = mixed.blocks
+            slots |= {
+                f"{name}4_codes": mixed.four.packed_NHP,
+                f"{name}4_scale": mixed.four.scale_NHG,
+            }
+        else:
+            operands[name] = quantize_operand(
+                x, blocks, scales=spec.scales, rotate=rotate, transpose=False
+            )
+    for name, operand in operands.items():
+        slots |= {f"{name}_codes": operand.codes_NHD, f"{name}_scale": operand.scale_NH}
+    return EncodedOperands(slots, operands["v"].transposed_HDC)
+
+
+def score_rows(slots: Mapping[str, Tensor], spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Q and K as the products of scores take them, from the saved slots.
+
+    Numerics:
+        Codes, or bf16 values; under ``nvfp4_mixed`` the exact values of the 4-bit codes, which
+        both directions make anew: two bytes an element that no forward keeps for its backward.
+
+    Source:
+        ``README.md`` beside this file, "NVFP4 scores".
+    """
+    if spec.recipe != "nvfp4_mixed":
+        return slots["q_codes"], slots["k_codes"]
+    dtype = torch.float32 if interpreted() else torch.bfloat16
+    q, k = (
+        widen_nvfp4(Nvfp4Codes(slots[f"{name}4_codes"], slots[f"{name}4_scale"]), dtype)
+        for name in "qk"
+    )
+    return q, k
 
 
 def encode_all(
@@ -126,7 +176,9 @@ def encode_all(
         arXiv:2611.03344, section 4: times include quantisation.
     """
     blocks = _blocks(cu_seqlens_RM, q_NHD.shape[0])
-    encode_operands(q_NHD, k_NJD, v_NJD, blocks, spec)
+    slots = encode_operands(q_NHD, k_NJD, v_NJD, blocks, spec).slots
+    for _ in ("forward", "backward"):
+        score_rows(slots, spec)
     quantize_gradient(
         grad_out_NHD, saved.out_NHD, saved.out_low, saved.lse2_NH, blocks, scales=spec.scales
     )
@@ -165,7 +217,9 @@ def forward_triton(
     J = k_NJD.shape[1]
     device = q_NHD.device
     blocks = _blocks(cu_seqlens_RM, N)
-    q, k, v = encode_operands(q_NHD, k_NJD, v_NJD, blocks, spec)
+    encoded = encode_operands(q_NHD, k_NJD, v_NJD, blocks, spec)
+    slots = encoded.slots
+    q, k = score_rows(slots, spec)
     residual = spec.output_residual and q_NHD.dtype == torch.bfloat16
     out = torch.empty_like(q_NHD)
     low = torch.empty_like(q_NHD) if residual else empty_slot(torch.bfloat16, device)
@@ -173,25 +227,22 @@ def forward_triton(
     launch = forward_launch(spec, D)
     items = _items(cu_seqlens_RM, N, launch.rows, "queries", spec.mask)
     v_tiles = (
-        _columns(v.transposed_HDC, spec.tile_k)
+        _columns(encoded.v_transposed_HDC, spec.tile_k)
         if spec.quantised
-        else _rows(v.codes_NHD, spec.tile_k)
+        else _rows(slots["v_codes"], spec.tile_k)
     )
     attention_forward[(items.shape[0], H)](
-        _rows(q.codes_NHD, launch.rows), _rows(k.codes_NHD, spec.tile_k), v_tiles,
-        q.scale_NH, k.scale_NH, v.scale_NH, out, low, lse2, items,
+        _rows(q, launch.rows), _rows(k, spec.tile_k), v_tiles,
+        slots["q_scale"], slots["k_scale"], slots["v_scale"], out, low, lse2, items,
         32 * blocks.shape[0], score_factor(D),
         H=H, J=J, D=D, BLOCK_D=triton.next_power_of_2(D),
         BLOCK_M=launch.rows, BLOCK_N=spec.tile_k, STAGES=launch.stages,
-        FP8=spec.quantised, CAUSAL=spec.mask == "causal", TOKEN=spec.scales == "token",
+        FP8=spec.quantised, WIDE=spec.recipe == "nvfp4_mixed",
+        CAUSAL=spec.mask == "causal", TOKEN=spec.scales == "token",
         RESIDUAL=residual, WEIGHT_EXPONENT=spec.weight_exponent, MAX_LAG=spec.max_lag,
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
-    slots = {name: empty_slot(torch.uint8, device) for name in SAVED_SLOTS}
-    slots |= {"out_NHD": out, "lse2_NH": lse2, "out_low": low}
-    for name, operand in {"q": q, "k": k, "v": v}.items():
-        slots |= {f"{name}_codes": operand.codes_NHD, f"{name}_scale": operand.scale_NH}
-    return Saved(**slots)
+    return Saved(out_NHD=out, lse2_NH=lse2, out_low=low, **slots)
 
 
 def backward_triton(
@@ -227,6 +278,7 @@ def backward_triton(
         grad, saved.out_NHD, saved.out_low, saved.lse2_NH, blocks,
         scales=spec.scales if spec.quantised else None,
     )  # fmt: skip
+    q, k = score_rows(dict(zip(SAVED_SLOTS, saved.tensors(), strict=True)), spec)
     none = empty_slot(torch.uint8, saved.out_NHD.device)
     qt = transpose_codes(saved.q_codes, blocks) if spec.quantised else none
     kt = transpose_codes(saved.k_codes, blocks) if spec.quantised else none
@@ -234,7 +286,8 @@ def backward_triton(
     dk, dv = (torch.empty((N, J, D), dtype=dq.dtype, device=dq.device) for _ in range(2))
     common = {
         "H": H, "J": J, "D": D, "BLOCK_D": triton.next_power_of_2(D),
-        "FP8": spec.quantised, "CAUSAL": spec.mask == "causal",
+        "FP8": spec.quantised, "WIDE": spec.recipe == "nvfp4_mixed",
+        "CAUSAL": spec.mask == "causal",
         "TOKEN": spec.scales == "token", "ROTATE": spec.rotate,
         "PRODUCT_TYPE": tl.float32 if interpreted() else tl.bfloat16,
     }  # fmt: skip
@@ -242,7 +295,7 @@ def backward_triton(
     launch = keys_launch(spec, D)
     items = _items(cu_seqlens_RM, N, launch.rows, "keys", spec.mask)
     attention_backward_keys[(items.shape[0], J)](
-        _rows(saved.q_codes, spec.tile_q), _rows(saved.k_codes, launch.rows),
+        _rows(q, spec.tile_q), _rows(k, launch.rows),
         _rows(saved.v_codes, launch.rows), _rows(g.codes_NHD, spec.tile_q),
         _columns(qt, spec.tile_q), _columns(g.transposed_HDC, spec.tile_q),
         saved.q_scale, saved.k_scale, saved.v_scale,
@@ -253,7 +306,7 @@ def backward_triton(
     launch = queries_launch(spec, D)
     items = _items(cu_seqlens_RM, N, launch.rows, "queries", spec.mask)
     attention_backward_queries[(items.shape[0], H)](
-        _rows(saved.q_codes, launch.rows), _rows(saved.k_codes, spec.tile_k),
+        _rows(q, launch.rows), _rows(k, spec.tile_k),
         _rows(saved.v_codes, spec.tile_k), _rows(g.codes_NHD, launch.rows),
         _columns(kt, spec.tile_k),
         saved.q_scale, saved.k_scale, saved.v_scale, g.scale_NH,

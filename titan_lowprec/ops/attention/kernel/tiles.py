@@ -130,6 +130,12 @@ def finite_factor(byte):
 
 
 @triton.jit
+def nan_mark(byte):
+    """1 for ue8m0 bytes, NaN for 255."""
+    return tl.where(byte == 255, float("nan"), 1.0)
+
+
+@triton.jit
 def cast_exponent(amax):
     """Smallest exponent, as fp32, that brings magnitudes up to amax into e4m3: the rceil rule."""
     bits = amax.to(tl.int32, bitcast=True) & 0x7FFFFFFF

@@ -6,10 +6,13 @@ from titan_lowprec.ops.quantize.kernel.encode import (
     scale_exponent,
     scale_factor,
 )
+from titan_lowprec.ops.quantize.kernel.nvfp4 import Nvfp4Codes, widen_nvfp4
 from titan_lowprec.ops.quantize.kernel.quantize import (
+    MixedOperand,
     Operand,
     interpreted,
     quantize_gradient,
+    quantize_mixed_operand,
     quantize_operand,
     transpose_codes,
 )
@@ -17,14 +20,18 @@ from titan_lowprec.ops.quantize.kernel.work_items import TILE_BLOCKS, work_items
 
 __all__ = [
     "TILE_BLOCKS",
+    "MixedOperand",
+    "Nvfp4Codes",
     "Operand",
     "interpreted",
     "permute_token_pairs",
     "quantize_gradient",
+    "quantize_mixed_operand",
     "quantize_operand",
     "scale_byte",
     "scale_exponent",
     "scale_factor",
     "transpose_codes",
+    "widen_nvfp4",
     "work_items",
 ]

@@ -20,6 +20,7 @@ from titan_lowprec.ops.quantize.kernel.encode import (
     unpack_codes,
     widen_pair,
 )
+from titan_lowprec.ops.quantize.kernel.nvfp4 import Nvfp4Codes, empty_nvfp4, store_nvfp4
 from titan_lowprec.ops.quantize.kernel.work_items import TILE_BLOCKS
 from titan_lowprec.shapes import Float, Float8e4m3fn, Int32, Tensor
 
@@ -61,11 +62,14 @@ def _pack_features(even, odd, factor, PAIRS: tl.constexpr, COMPILED: tl.constexp
 
 @triton.jit
 def _quantize_rows(
-    x_ptr, words_ptr, scale_ptr, items_ptr,
+    x_ptr, words_ptr, scale_ptr, words4_ptr, scale4_ptr, items_ptr,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROTATE: tl.constexpr, SCALES: tl.constexpr, COMPILED: tl.constexpr,
+    ROTATE: tl.constexpr, SCALES: tl.constexpr, NVFP4: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scale bytes of one block of up to 32 tokens of one head, by one warp."""
+    """Codes and scale bytes of one block of up to 32 tokens of one head, by one warp.
+
+    With NVFP4 those of groups of 16 features too, from the same values.
+    """
     PAIRS: tl.constexpr = BLOCK_D // 4
     slot = tl.program_id(0) // H
     head = tl.program_id(0) % H
@@ -104,6 +108,10 @@ def _quantize_rows(
     at = base * (D // 4) + (n[:, None] * (H * D // 4) + word[None, :])
     tl.store(words_ptr + at, words, mask=inside[:, None] & (word < D // 4)[None, :])
     tl.store(scale_ptr + base + n * H, tl.where(live, byte, 0).to(tl.uint8), mask=inside)
+    if NVFP4:
+        store_nvfp4(
+            a, b, c, d, words4_ptr, scale4_ptr, base, inside, H, D, PAIRS, _BLOCK, COMPILED
+        )  # fmt: skip
 
 
 @triton.jit
@@ -316,12 +324,56 @@ def quantize_operand(
     elif N:
         grid, sizes = _grid_and_sizes(x_NHD, blocks)
         _quantize_rows[grid](
-            _pairs(x_NHD), operand.codes_NHD.view(torch.int32), operand.scale_NH, blocks,
-            ROTATE=rotate, SCALES=scales, **sizes,
+            _pairs(x_NHD), operand.codes_NHD.view(torch.int32), operand.scale_NH, none, none,
+            blocks, ROTATE=rotate, SCALES=scales, NVFP4=False, **sizes,
         )  # fmt: skip
     if transpose and rotate:
         operand = replace(operand, transposed_HDC=transpose_codes(operand.codes_NHD, blocks))
     return operand
+
+
+@dataclass(frozen=True, slots=True)
+class MixedOperand:
+    """One tensor as token-block codes, for products over tokens, and in NVFP4, for scores."""
+
+    blocks: Operand
+    four: Nvfp4Codes
+
+
+def quantize_mixed_operand(
+    x_NHD: Float[Tensor, "N H D"],
+    blocks: Int32[Tensor, "items 4"],
+    *,
+    scales: BlockScales,
+    rotate: bool,
+) -> MixedOperand:
+    """Rotate (or not) and quantise packed tokens twice in one pass over memory.
+
+    Args:
+        x_NHD: As in ``quantize_operand``; so the rest.
+        blocks: ``work_items`` of ``unit=32``, ``order="document"``.
+        scales: Tokens that share an exponent of the token-block codes.
+        rotate: Hadamard rotation over the head dimension first, in fp32.
+
+    Numerics:
+        Bit for bit ``hadamard``, then ``quantize_token_blocks`` and ``quantize_nvfp4`` without an
+        outer scale; tokens past a row's last document count as zeros in both.
+
+    Source:
+        arXiv:2611.03344, section 3.4; NVFP4 as in cuBLAS, "1D Block Scaling".
+    """
+    N, H, _ = x_NHD.shape
+    none = torch.empty(0, dtype=torch.int32, device=x_NHD.device)
+    codes = torch.empty(x_NHD.shape, dtype=torch.float8_e4m3fn, device=x_NHD.device)
+    scale = torch.empty((N, H), dtype=torch.uint8, device=x_NHD.device)
+    four = empty_nvfp4(x_NHD)
+    if N:
+        grid, sizes = _grid_and_sizes(x_NHD, blocks)
+        _quantize_rows[grid](
+            _pairs(x_NHD), codes.view(torch.int32), scale, four.packed_NHP.view(torch.int32),
+            four.scale_NHG, blocks, ROTATE=rotate, SCALES=scales, NVFP4=True, **sizes,
+        )  # fmt: skip
+    return MixedOperand(Operand(codes, scale, none, none, none), four)
 
 
 def transpose_codes(
