@@ -79,7 +79,7 @@ class Runner:
         context = multiprocessing.get_context("spawn")
         self.name = name
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=train, args=(name, str(text), theirs), daemon=True)
+        self.process = context.Process(target=train, args=(name, str(text), theirs))
         self.process.start()
         theirs.close()
 
@@ -87,6 +87,12 @@ class Runner:
         """Seconds a step of one block."""
         self.pipe.send("go")
         return float(self.pipe.recv())
+
+
+def end_all() -> None:
+    """End what still runs: processes that may have children of their own are no daemons."""
+    for process in multiprocessing.active_children():
+        process.terminate()
 
 
 def run_group(names: list[str], text: Path, *, apart: bool) -> dict[str, Any]:
@@ -181,7 +187,10 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         text = write_text(Path(folder) / "text.jsonl", rows.pop())
-        results = run_group(options.group, text, apart=options.apart)
+        try:
+            results = run_group(options.group, text, apart=options.apart)
+        finally:
+            end_all()
     stock = next((n for n in options.group if CONTENDERS[n].recipe is None), None)
     baseline = results[stock]["blocks_s"] if stock else []
     with Path(options.output).open("a") as file:
