@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 Tensor = torch.Tensor
+autograd: Any = torch.autograd
+foreach_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
 
 def hold_whole(
@@ -103,14 +105,16 @@ class Unit:
         del args
         if self._in_backward:
             return
-        differentiable = torch.is_grad_enabled() and output is not None
-        self._put_back(free=self._frees or not differentiable)
-        if differentiable and not isinstance(output, Tensor):
+        if output is None or not torch.is_grad_enabled():  # it failed, or no backward follows
+            self._put_back(free=True)
+            return
+        self._put_back(free=self._frees)
+        if not isinstance(output, Tensor):
             raise TypeError(
                 f"hold_whole: a unit must return a tensor, {type(module).__name__} returned "
                 f"{type(output).__name__}; shard with FSDP2"
             )
-        if differentiable and output.requires_grad:
+        if output.requires_grad:
             output.register_hook(self._before_backward)
 
     def _before_backward(self, grad: Tensor) -> None:
@@ -140,8 +144,9 @@ class Unit:
             for parameter in self._working:
                 parameter.untyped_storage().resize_(parameter.numel() * parameter.itemsize)
             # what autograd saved of them in the forward is the same values again
-            with torch.autograd._unsafe_preserve_version_counter(tuple(self._working)):
-                torch._foreach_copy_(self._working, kept)
+            working = tuple(self._working)
+            with autograd._unsafe_preserve_version_counter(working):
+                foreach_copy(working, kept)
         for (owner, name), parameter in zip(self.slots, self._working, strict=True):
             owner._parameters[name] = parameter
         self._running = True
