@@ -107,7 +107,7 @@ def test_value_that_the_trainer_refuses_is_refused_with_the_arm(resolve, tmp_pat
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_matrix_that_needs_a_gpu_finds_no_place_without_one():
-    matrix = read_matrix(ROOT / "configs" / "dflash_reductions_tiny.toml")
+    matrix = read_matrix(ROOT / "configs" / "dflash_reductions_qwen3.toml")
     options = argparse.Namespace(devices=None, jobs=1)
     with pytest.raises(ValueError, match=r"must find a GPU, got none; use --dry-run"):
         tool("sweep").slots(options, 1, device=matrix.device)

@@ -79,6 +79,13 @@ def draw(axes: Any, panel: Panel, curves: tuple[Curve, ...], results: Results) -
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def say_missing(axes: Any, panel: Panel) -> None:
+    """Leave an empty panel that says so: axes without curves look like a fault."""
+    axes.set_axis_off()
+    axes.set_title(panel.title, fontsize=10, loc="left")
+    axes.text(0.5, 0.5, "no run recorded it", ha="center", color="0.5", fontsize=9)
+
+
 def mark_anomalies(axes: Any, panel: Panel, results: Results) -> None:
     """Mark spikes, skipped steps and restarts on training losses."""
     styles = arm_styles(results)
@@ -134,7 +141,11 @@ def save_overview(results: Results, path: Path) -> None:
     panels = [section.panels[0] for section in SECTIONS if section.title in titles]
     figure = Figure(figsize=(11, 7.2), layout="constrained")
     for axes, panel in zip(figure.subplots(2, 2).flat, panels, strict=True):
-        draw(axes, panel, panel_curves(panel, results), results)
+        curves = panel_curves(panel, results)
+        if curves:
+            draw(axes, panel, curves, results)
+        else:
+            say_missing(axes, panel)
     handles = [
         Line2D([], [], color=color, linestyle=dash, label=arm)  # pyright: ignore[reportArgumentType]
         for arm, (color, dash) in arm_styles(results).items()
