@@ -5,17 +5,17 @@ import triton.language as tl
 
 from titan_lowprec.ops.attention.kernel.tiles import (
     as_rows,
-    block_bytes,
     cast_exponent_log2,
-    finite_factor,
     fold_and_cast,
+    load_column_pairs,
     load_columns,
     load_rows,
     load_transposed,
-    nan_mark,
+    nan_of,
     store_rows,
     tile_maximum,
     visible,
+    without_nan,
 )
 from titan_lowprec.ops.hadamard.kernel import hadamard_product
 from titan_lowprec.ops.quantize.kernel import permute_token_pairs, scale_factor
@@ -24,7 +24,7 @@ from titan_lowprec.ops.quantize.kernel import permute_token_pairs, scale_factor
 @triton.jit
 def _keys_step_fp8(
     k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr, q_factor, q_finite,
-    lse_ptr, delta_ptr, head, token, column, columns, first_key, first_query, length,
+    terms_ptr, head, token, column, columns, first_key, first_query, length,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr, WIDE: tl.constexpr,
     MASKED: tl.constexpr,
@@ -32,12 +32,15 @@ def _keys_step_fp8(
     """One tile of queries against the program's keys; rows are keys, columns queries."""
     BLOCKS: tl.constexpr = BLOCK_M // 32
     left = length - first_query
-    lse = load_columns(lse_ptr, column, left, BLOCK_M, MASKED, float("inf"))
-    delta = load_columns(delta_ptr, column, left, BLOCK_M, MASKED, 0.0)
+    lse, delta = load_column_pairs(terms_ptr, column, BLOCK_M, True)
     q = load_rows(q_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, False)
     s = tl.reshape(tl.dot(k, tl.trans(q)), [BLOCK_N, BLOCKS, 4, 4, 2])
-    # The binary logarithm of P * 2**e_g.
-    t = s * k_factor - lse if WIDE else s * (as_rows(k_factor) * q_factor) - lse
+    if WIDE:
+        t = s * k_factor - lse  # log2 of P * 2**e_g
+    elif TOKEN:
+        t = s * q_factor * as_rows(k_factor) - lse
+    else:
+        t = s * (as_rows(k_factor) * q_factor) - lse
     if MASKED:
         seen = visible(first_key, first_query, length, BLOCK_N, BLOCK_M, CAUSAL, True)
         seen = tl.reshape(seen, [BLOCK_N, BLOCKS, 4, 4, 2])
@@ -64,16 +67,15 @@ def _keys_step_fp8(
 
 @triton.jit
 def _keys_step_bf16(
-    k, v, score_factor, dk, dv, q_ptr, g_ptr, lse_ptr, delta_ptr,
+    k, v, score_factor, dk, dv, q_ptr, g_ptr, terms_ptr,
     head, token, column, first_key, first_query, length,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     left = length - first_query
-    lse = tl.reshape(
-        load_columns(lse_ptr, column, left, BLOCK_M, MASKED, float("inf")), [1, BLOCK_M]
-    )
-    delta = tl.reshape(load_columns(delta_ptr, column, left, BLOCK_M, MASKED, 0.0), [1, BLOCK_M])
+    lse, delta = load_column_pairs(terms_ptr, column, BLOCK_M, True)
+    lse = tl.reshape(lse, [1, BLOCK_M])
+    delta = tl.reshape(delta, [1, BLOCK_M])
     q = load_rows(q_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, MASKED)
     p = tl.exp2(tl.dot(k, tl.trans(q)) * score_factor - lse)
     g = load_rows(g_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, MASKED)
@@ -88,55 +90,46 @@ def _keys_step_bf16(
 
 
 @triton.jit
-def _query_factors(qs_ptr, token, stride, left, BLOCKS: tl.constexpr, TOKEN: tl.constexpr,
+def _query_factors(qs_ptr, column, BLOCK_M: tl.constexpr, TOKEN: tl.constexpr,
                    WIDE: tl.constexpr):  # fmt: skip
     """Factors of Q's scales, with NaN for scores and finite for the fold into U.
 
     WIDE scores know nothing of these scales: the first is then 1 or NaN, for dP.
     """
-    byte = block_bytes(qs_ptr, token, stride, left, BLOCKS, TOKEN)
+    factor = load_columns(qs_ptr, column, BLOCK_M, TOKEN)
+    finite = without_nan(factor)
     if WIDE:
-        return nan_mark(byte), finite_factor(byte)
-    return scale_factor(byte), finite_factor(byte)
+        factor = nan_of(factor)
+    return factor, finite
 
 
 @triton.jit
 def _keys_of_head(
-    k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr, qs_ptr, lse_ptr, delta_ptr,
+    k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr, qs_ptr, terms_ptr,
     head, start, column, columns, first_key, length,
     H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr, WIDE: tl.constexpr,
     CAUSAL: tl.constexpr, TOKEN: tl.constexpr,
 ):  # fmt: skip
     """All query tiles of one head: the diagonal's, then whole ones, then a part of one."""
-    BLOCKS: tl.constexpr = BLOCK_M // 32
     diagonal = 0
     whole = 0
     if CAUSAL:
         diagonal = first_key // BLOCK_M * BLOCK_M
         whole = (tl.minimum(first_key + BLOCK_N, length) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
     rest = tl.maximum(whole, length // BLOCK_M * BLOCK_M)
-    if FP8:
-        q_factor, q_finite = _query_factors(
-            qs_ptr, start + whole, H, length - whole, BLOCKS, TOKEN, WIDE
-        )
     for tile in tl.range(whole, rest, BLOCK_M, num_stages=STAGES):
         if FP8:
-            following = tile + BLOCK_M
-            next_factor, next_finite = _query_factors(
-                qs_ptr, start + following, H, length - following, BLOCKS, TOKEN, WIDE
-            )
+            q_factor, q_finite = _query_factors(qs_ptr, column + tile, BLOCK_M, TOKEN, WIDE)
             dk, dv = _keys_step_fp8(
                 k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr,
-                q_factor, q_finite, lse_ptr, delta_ptr, head, start + tile, column + tile,
+                q_factor, q_finite, terms_ptr, head, start + tile, column + tile,
                 columns, first_key, tile, length, H, BLOCK_M, BLOCK_N, D, BLOCK_D,
                 CAUSAL, TOKEN, WIDE, False,
             )  # fmt: skip
-            q_factor = next_factor
-            q_finite = next_finite
         else:
             dk, dv = _keys_step_bf16(
-                k, v, k_factor, dk, dv, q_ptr, g_ptr, lse_ptr, delta_ptr, head, start + tile,
+                k, v, k_factor, dk, dv, q_ptr, g_ptr, terms_ptr, head, start + tile,
                 column + tile, first_key, tile, length, H, BLOCK_M, BLOCK_N, D, BLOCK_D,
                 CAUSAL, False,
             )  # fmt: skip
@@ -145,18 +138,16 @@ def _keys_of_head(
         tile = diagonal + step * BLOCK_M
         tile = tl.where(tile < whole, tile, rest)
         if FP8:
-            q_factor, q_finite = _query_factors(
-                qs_ptr, start + tile, H, length - tile, BLOCKS, TOKEN, WIDE
-            )
+            q_factor, q_finite = _query_factors(qs_ptr, column + tile, BLOCK_M, TOKEN, WIDE)
             dk, dv = _keys_step_fp8(
                 k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr,
-                q_factor, q_finite, lse_ptr, delta_ptr, head, start + tile, column + tile,
+                q_factor, q_finite, terms_ptr, head, start + tile, column + tile,
                 columns, first_key, tile, length, H, BLOCK_M, BLOCK_N, D, BLOCK_D,
                 CAUSAL, TOKEN, WIDE, True,
             )  # fmt: skip
         else:
             dk, dv = _keys_step_bf16(
-                k, v, k_factor, dk, dv, q_ptr, g_ptr, lse_ptr, delta_ptr, head, start + tile,
+                k, v, k_factor, dk, dv, q_ptr, g_ptr, terms_ptr, head, start + tile,
                 column + tile, first_key, tile, length, H, BLOCK_M, BLOCK_N, D, BLOCK_D,
                 CAUSAL, True,
             )  # fmt: skip
@@ -166,7 +157,7 @@ def _keys_of_head(
 @triton.jit
 def attention_backward_keys(
     q_ptr, k_ptr, v_ptr, g_ptr, qt_ptr, gt_ptr, qs_ptr, ks_ptr, vs_ptr,
-    lse_ptr, delta_ptr, dk_ptr, dv_ptr, items_ptr, columns, score_factor, alpha,
+    terms_ptr, dk_ptr, dv_ptr, items_ptr, columns, score_factor, alpha,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     FP8: tl.constexpr, WIDE: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr,
@@ -206,9 +197,8 @@ def attention_backward_keys(
             across = head.to(tl.int64) * columns
             dk, dv = _keys_of_head(
                 k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr,
-                qs_ptr + head,
-                lse_ptr + across, delta_ptr + across, head,
-                start, column, columns, first_key, length,
+                qs_ptr + (across if TOKEN else across // 32), terms_ptr + 2 * across,
+                head, start, column, columns, first_key, length,
                 H, BLOCK_M, BLOCK_N, STAGES, D, BLOCK_D, FP8, WIDE, CAUSAL, TOKEN,
             )  # fmt: skip
         if ROTATE:
@@ -219,18 +209,20 @@ def attention_backward_keys(
 
 
 @triton.jit
-def _key_factors(ks_ptr, vs_ptr, token, stride, left, BLOCKS: tl.constexpr, TOKEN: tl.constexpr,
+def _key_factors(ks_ptr, vs_ptr, column, BLOCK_N: tl.constexpr, TOKEN: tl.constexpr,
                  WIDE: tl.constexpr):  # fmt: skip
     """Factors of K's scales for scores and (finite) for the fold into U, and of V's scales.
 
     WIDE scores know nothing of K's scales: their NaN then goes to V's, and so to dP; the first
     is not used.
     """
-    k_byte = block_bytes(ks_ptr, token, stride, left, BLOCKS, TOKEN)
-    v_byte = block_bytes(vs_ptr, token, stride, left, BLOCKS, TOKEN)
+    k_factor = load_columns(ks_ptr, column, BLOCK_N, TOKEN)
+    v_factor = load_columns(vs_ptr, column, BLOCK_N, TOKEN)
+    finite = without_nan(k_factor)
     if WIDE:
-        return nan_mark(k_byte), finite_factor(k_byte), scale_factor(v_byte) * nan_mark(k_byte)
-    return scale_factor(k_byte), finite_factor(k_byte), scale_factor(v_byte)
+        k_factor = nan_of(k_factor)
+        v_factor = v_factor * k_factor
+    return k_factor, finite, v_factor
 
 
 @triton.jit
@@ -248,6 +240,8 @@ def _queries_step_fp8(
     s = tl.reshape(tl.dot(q, tl.trans(k)), [BLOCK_M, BLOCKS, 4, 4, 2])
     if WIDE:
         p = tl.exp2(s * row_factor - as_rows(lse))
+    elif TOKEN:
+        p = tl.exp2(s * k_factor * as_rows(row_factor) - as_rows(lse))
     else:
         p = tl.exp2(s * (as_rows(row_factor) * k_factor) - as_rows(lse))
     v = load_rows(v_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D, False)
@@ -284,7 +278,7 @@ def _queries_step_bf16(
 @triton.jit
 def attention_backward_queries(
     q_ptr, k_ptr, v_ptr, g_ptr, kt_ptr, qs_ptr, ks_ptr, vs_ptr, gs_ptr,
-    lse_ptr, delta_ptr, dq_ptr, items_ptr, columns, score_factor, alpha,
+    lse_ptr, terms_ptr, dq_ptr, items_ptr, columns, score_factor, alpha,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     FP8: tl.constexpr, WIDE: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr,
@@ -309,40 +303,33 @@ def attention_backward_queries(
         row = tl.arange(0, BLOCK_M)
         at = (token + row).to(tl.int64) * H + head
         lse = tl.load(lse_ptr + at, mask=row < left, other=float("inf"))
-        delta_ptr += head.to(tl.int64) * columns + column + first_row
-        delta = tl.load(delta_ptr + row, mask=row < left, other=0.0)
+        terms_ptr += 2 * (head.to(tl.int64) * columns + column + first_row)
+        delta = tl.load(terms_ptr + 2 * row + 1, mask=row < left, other=0.0)
         keys = length
         unmasked = length // BLOCK_N * BLOCK_N
         if CAUSAL:
             keys = tl.minimum(length, first_row + BLOCK_M)
             unmasked = first_row // BLOCK_N * BLOCK_N
         if FP8:
-            ks_ptr += j
-            vs_ptr += j
-            BLOCKS: tl.constexpr = BLOCK_N // 32
+            across = j.to(tl.int64) * (columns if TOKEN else columns // 32)
+            ks_ptr += across
+            vs_ptr += across
             row_factor = score_factor
             if not WIDE:
                 q_byte = tl.load(qs_ptr + at, mask=row < left, other=0)
                 row_factor = score_factor * scale_factor(q_byte)
-            k_factor, k_finite, v_factor = _key_factors(
-                ks_ptr, vs_ptr, start, J, length, BLOCKS, TOKEN, WIDE
-            )
             for first_key in tl.range(0, unmasked, BLOCK_N, num_stages=STAGES):
-                following = first_key + BLOCK_N
-                next_factor, next_finite, next_v = _key_factors(
-                    ks_ptr, vs_ptr, start + following, J, length - following, BLOCKS, TOKEN, WIDE
+                k_factor, k_finite, v_factor = _key_factors(
+                    ks_ptr, vs_ptr, column + first_key, BLOCK_N, TOKEN, WIDE
                 )
                 dq = _queries_step_fp8(
                     q, g, row_factor, lse, delta, dq, k_ptr, v_ptr, kt_ptr, k_factor, k_finite,
                     v_factor, j, start + first_key, column + first_key, columns, first_row,
                     first_key, length, J, BLOCK_M, BLOCK_N, D, BLOCK_D, CAUSAL, TOKEN, WIDE, False,
                 )  # fmt: skip
-                k_factor = next_factor
-                k_finite = next_finite
-                v_factor = next_v
             for first_key in tl.range(unmasked, keys, BLOCK_N, num_stages=1):
                 k_factor, k_finite, v_factor = _key_factors(
-                    ks_ptr, vs_ptr, start + first_key, J, length - first_key, BLOCKS, TOKEN, WIDE
+                    ks_ptr, vs_ptr, column + first_key, BLOCK_N, TOKEN, WIDE
                 )
                 dq = _queries_step_fp8(
                     q, g, row_factor, lse, delta, dq, k_ptr, v_ptr, kt_ptr, k_factor, k_finite,

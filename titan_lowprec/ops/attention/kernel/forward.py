@@ -5,7 +5,8 @@ import triton.language as tl
 
 from titan_lowprec.ops.attention.kernel.tiles import (
     as_rows,
-    block_bytes,
+    load_column_pairs,
+    load_columns,
     load_rows,
     load_transposed,
     normal_factor,
@@ -13,60 +14,76 @@ from titan_lowprec.ops.attention.kernel.tiles import (
     tile_maximum,
     visible,
 )
-from titan_lowprec.ops.quantize.kernel import permute_token_pairs, scale_exponent, scale_factor
+from titan_lowprec.ops.quantize.kernel import (
+    SUM_EXPONENT,
+    permute_token_pairs,
+    scale_factor,
+)
+
+_SUM_EXPONENT = tl.constexpr(SUM_EXPONENT)
 
 _NOTHING_SEEN = tl.constexpr(-1e30)
 """Running maxima before the first key: finite, so that differences stay numbers."""
 
 
 @triton.jit
-def _tile_scales(ks_ptr, vs_ptr, token, stride, length, BLOCKS: tl.constexpr,
-                 TOKEN: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """Factors of K and exponents of V of a tile; zero V codes take exponent 0, as any will do."""
-    if WIDE:
-        k_factor = tl.full([1, 1, 1, 1, 1], 1.0, tl.float32)
-    else:
-        k_factor = scale_factor(block_bytes(ks_ptr, token, stride, length, BLOCKS, TOKEN))
-    v_byte = block_bytes(vs_ptr, token, stride, length, BLOCKS, TOKEN)
-    return k_factor, tl.where(v_byte == 0, 0.0, scale_exponent(v_byte))
+def _tile_scales(ks_ptr, vs_ptr, column, COLUMNS: tl.constexpr, TOKEN: tl.constexpr,
+                 WIDE: tl.constexpr):  # fmt: skip
+    """Factors of K (WIDE scores need none), exponents of V and what takes those out again."""
+    k_factor = 1.0
+    if not WIDE:
+        k_factor = load_columns(ks_ptr, column, COLUMNS, TOKEN)
+    v_exponent, unfold = load_column_pairs(vs_ptr, column, COLUMNS, TOKEN)
+    return k_factor, v_exponent, unfold
 
 
 @triton.jit
 def _softmax_fp8(
-    s, row_factor, k_factor, v_exponent, total, top, reference, first_row, first_key, length,
+    s, row_factor, k_factor, v_exponent, unfold, total, reference, first_row, first_key, length,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr,
     MASKED: tl.constexpr, WEIGHT_EXPONENT: tl.constexpr, MAX_LAG: tl.constexpr,
 ):  # fmt: skip
-    """Weights of one key tile, cast; ``top`` runs over t, ``reference`` over t + e_v."""
+    """Weights of one key tile, cast: ``2**(t + e_v - reference + WEIGHT_EXPONENT)``.
+
+    ``reference`` runs over t + e_v. Times ``2**-(SUM_EXPONENT + e_v)`` the weights, before their
+    cast, add up to a row's sum of ``2**t`` in units of the reference: no maximum of t is needed.
+    """
     BLOCKS: tl.constexpr = BLOCK_N // 32
-    factor = as_rows(row_factor) * k_factor
+    s = tl.reshape(s, [BLOCK_M, BLOCKS, 4, 4, 2])
     if MASKED:
         seen = visible(first_row, first_key, length, BLOCK_M, BLOCK_N, CAUSAL, False)
-        s = tl.where(seen, s, float("-inf"))
-    s = tl.reshape(s, [BLOCK_M, BLOCKS, 4, 4, 2])
-    highest = s
-    if not TOKEN:  # factors are positive and constant in a block: maxima of the products do
-        highest = tl.max(tl.max(s, 4, keep_dims=True), 2, keep_dims=True)
-    if MASKED:  # a NaN or zero factor must not reach -inf
-        unseen = highest == float("-inf")
-        factor = tl.where(unseen, 1.0, normal_factor(factor))
-        v_exponent = tl.where(unseen, 0.0, v_exponent)
-    t = highest * factor
-    new_top = tl.maximum(top, tile_maximum(t))
-    new_reference = tile_maximum(t + v_exponent)
-    new_reference = tl.where(new_reference > reference + MAX_LAG, new_reference, reference)
-    shift = v_exponent - as_rows(new_reference) + WEIGHT_EXPONENT
-    weight = tl.exp2(s * factor + shift)
-    part = tl.exp2(-shift - as_rows(new_top))  # weight * part = 2**(t - top)
+        seen = tl.reshape(seen, [BLOCK_M, BLOCKS, 4, 4, 2])
     if TOKEN:
-        summed = tl.sum(tl.sum(tl.sum(weight * part, 4), 2), 1)
+        t = s * k_factor * as_rows(row_factor) + v_exponent
+        if MASKED:
+            t = tl.where(seen, t, float("-inf"))
+            unfold = tl.where(seen, unfold, 0.0)
+        highest = t
+    else:  # factors are positive and constant in a block: maxima of the products do
+        factor = as_rows(row_factor) * k_factor
+        if MASKED:
+            s = tl.where(seen, s, float("-inf"))
+        highest = tl.max(tl.max(s, 4, keep_dims=True), 2, keep_dims=True)
+        if MASKED:  # a NaN or zero factor must not reach -inf
+            unseen = highest == float("-inf")
+            factor = tl.where(unseen, 1.0, normal_factor(factor))
+            v_exponent = tl.where(unseen, 0.0, v_exponent)
+            unfold = tl.where(unseen, 0.0, unfold)
+        highest = highest * factor + v_exponent
+    new_reference = tile_maximum(highest)
+    new_reference = tl.where(new_reference > reference + MAX_LAG, new_reference, reference)
+    gain = tl.exp2(reference - new_reference)
+    shift = WEIGHT_EXPONENT - as_rows(new_reference)
+    if TOKEN:
+        weight = tl.exp2(t + shift)
+        summed = tl.sum(tl.sum(tl.sum(weight * unfold, 4), 2), 1)
     else:
-        summed = tl.sum(tl.sum(weight, 4, keep_dims=True), 2, keep_dims=True) * part
+        weight = tl.exp2(s * factor + (v_exponent + shift))
+        summed = tl.sum(tl.sum(weight, 4, keep_dims=True), 2, keep_dims=True) * unfold
         summed = tl.sum(tl.sum(tl.sum(summed, 4), 2), 1)
-    total = total * tl.exp2(top - new_top)[:, None] + summed  # [BLOCK_M, 4]: a sum a thread
+    total = total * gain[:, None] + summed  # [BLOCK_M, 4]: a sum a thread
     p = tl.reshape(weight.to(tl.float8e4nv), [BLOCK_M, BLOCK_N])
-    p = permute_token_pairs(p, BLOCK_M, BLOCK_N)
-    return p, tl.exp2(reference - new_reference), total, new_top, new_reference
+    return permute_token_pairs(p, BLOCK_M, BLOCK_N), gain, total, new_reference
 
 
 @triton.jit
@@ -77,48 +94,46 @@ def _rows_fp8(
     D: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr,
     WIDE: tl.constexpr, WEIGHT_EXPONENT: tl.constexpr, MAX_LAG: tl.constexpr,
 ):  # fmt: skip
-    """All key tiles of a query tile. Scales are loaded a tile ahead of their use.
+    """All key tiles of a query tile.
 
     Every tile's product with V starts a fresh accumulator and is added in fp32: the tensor
     core's own sum keeps about 14 bits.
     """
-    BLOCKS: tl.constexpr = BLOCK_N // 32
-    top = tl.full([BLOCK_M], _NOTHING_SEEN, tl.float32)
     reference = tl.full([BLOCK_M], _NOTHING_SEEN, tl.float32)
     total = tl.zeros([BLOCK_M, 4], tl.float32)
-    k_factor, v_exponent = _tile_scales(ks_ptr, vs_ptr, token, J, length, BLOCKS, TOKEN, WIDE)
+    wide = columns if TOKEN else columns // 32
+    ks_ptr += j.to(tl.int64) * wide
+    vs_ptr += j.to(tl.int64) * wide * 2
     for first_key in tl.range(0, unmasked, BLOCK_N, num_stages=STAGES):
-        following = first_key + BLOCK_N
-        next_factor, next_exponent = _tile_scales(
-            ks_ptr, vs_ptr, token + following, J, length - following, BLOCKS, TOKEN, WIDE
+        k_factor, v_exponent, unfold = _tile_scales(
+            ks_ptr, vs_ptr, column + first_key, BLOCK_N, TOKEN, WIDE
         )
         k = load_rows(
             k_ptr, token + first_key, j, length - first_key, BLOCK_N, J, D, BLOCK_D, False
         )
         s = tl.dot(q, tl.trans(k))
-        p, gain, total, top, reference = _softmax_fp8(
-            s, row_factor, k_factor, v_exponent, total, top, reference, first_row, first_key,
+        p, gain, total, reference = _softmax_fp8(
+            s, row_factor, k_factor, v_exponent, unfold, total, reference, first_row, first_key,
             length, BLOCK_M, BLOCK_N, CAUSAL, TOKEN, False, WEIGHT_EXPONENT, MAX_LAG,
         )  # fmt: skip
         v = load_transposed(v_ptr, column + first_key, j, columns, BLOCK_N, D, BLOCK_D)
         acc = acc * gain[:, None] + tl.dot(p, tl.trans(v))
-        k_factor = next_factor
-        v_exponent = next_exponent
     for first_key in tl.range(unmasked, keys, BLOCK_N, num_stages=2):
         left = length - first_key
-        k_factor, v_exponent = _tile_scales(
-            ks_ptr, vs_ptr, token + first_key, J, left, BLOCKS, TOKEN, WIDE
+        k_factor, v_exponent, unfold = _tile_scales(
+            ks_ptr, vs_ptr, column + first_key, BLOCK_N, TOKEN, WIDE
         )
         k = load_rows(k_ptr, token + first_key, j, left, BLOCK_N, J, D, BLOCK_D, False)
         v = load_transposed(v_ptr, column + first_key, j, columns, BLOCK_N, D, BLOCK_D)
         s = tl.dot(q, tl.trans(k))
-        p, gain, total, top, reference = _softmax_fp8(
-            s, row_factor, k_factor, v_exponent, total, top, reference, first_row, first_key,
+        p, gain, total, reference = _softmax_fp8(
+            s, row_factor, k_factor, v_exponent, unfold, total, reference, first_row, first_key,
             length, BLOCK_M, BLOCK_N, CAUSAL, TOKEN, True, WEIGHT_EXPONENT, MAX_LAG,
         )  # fmt: skip
         acc = acc * gain[:, None] + tl.dot(p, tl.trans(v))
     row_sum = tl.sum(total, 1)
-    return acc * (tl.exp2(reference - top - WEIGHT_EXPONENT) / row_sum)[:, None], row_sum, top
+    out = acc * ((1.0 / row_sum) * 2.0**-_SUM_EXPONENT)[:, None]
+    return out, row_sum, reference + (_SUM_EXPONENT - WEIGHT_EXPONENT)
 
 
 @triton.jit
@@ -193,7 +208,7 @@ def attention_forward(
         else:
             row_factor = score_factor * scale_factor(tl.load(qs_ptr + at, mask=inside, other=0))
         out, row_sum, top = _rows_fp8(
-            q, row_factor, acc, k_ptr, v_ptr, ks_ptr + j, vs_ptr + j, j, start, column,
+            q, row_factor, acc, k_ptr, v_ptr, ks_ptr, vs_ptr, j, start, column,
             columns, first_row, unmasked, keys, length,
             J, BLOCK_M, BLOCK_N, STAGES, D, BLOCK_D, CAUSAL, TOKEN, WIDE, WEIGHT_EXPONENT, MAX_LAG,
         )  # fmt: skip

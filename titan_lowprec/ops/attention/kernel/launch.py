@@ -33,6 +33,7 @@ from titan_lowprec.ops.quantize.kernel import (
     quantize_gradient,
     quantize_mixed_operand,
     quantize_operand,
+    scale_columns,
     transpose_codes,
     widen_nvfp4,
     work_items,
@@ -65,6 +66,13 @@ def _blocks(cu_seqlens_RM: Tensor, total_tokens: int) -> Tensor:
 def _items(cu_seqlens_RM: Tensor, total_tokens: int, unit: int, order: str, mask: str) -> Tensor:
     chosen = order if mask == "causal" else "full"
     return work_items(cu_seqlens_RM, total_tokens=total_tokens, unit=unit, order=chosen)
+
+
+def _scales(scale_NH: Tensor, blocks: Tensor, spec: AttentionSpec, *, fold: bool = False) -> Tensor:
+    """Scales of the operand that lies along a tile's columns, as the kernels read them."""
+    if not spec.quantised:
+        return scale_NH
+    return scale_columns(scale_NH, blocks, scales=spec.scales, fold=fold)
 
 
 def build_lists(
@@ -177,8 +185,10 @@ def encode_all(
     """
     blocks = _blocks(cu_seqlens_RM, q_NHD.shape[0])
     slots = encode_operands(q_NHD, k_NJD, v_NJD, blocks, spec).slots
-    for _ in ("forward", "backward"):
+    for fold in (True, False):  # of the forward, of the backward
         score_rows(slots, spec)
+        for name in ("k_scale", "v_scale") if fold else ("q_scale", "k_scale", "v_scale"):
+            _scales(slots[name], blocks, spec, fold=fold and name == "v_scale")
     quantize_gradient(
         grad_out_NHD, saved.out_NHD, saved.out_low, saved.lse2_NH, blocks, scales=spec.scales
     )
@@ -233,7 +243,8 @@ def forward_triton(
     )
     attention_forward[(items.shape[0], H)](
         _rows(q, launch.rows), _rows(k, spec.tile_k), v_tiles,
-        slots["q_scale"], slots["k_scale"], slots["v_scale"], out, low, lse2, items,
+        slots["q_scale"], _scales(slots["k_scale"], blocks, spec),
+        _scales(slots["v_scale"], blocks, spec, fold=True), out, low, lse2, items,
         32 * blocks.shape[0], score_factor(D),
         H=H, J=J, D=D, BLOCK_D=triton.next_power_of_2(D),
         BLOCK_M=launch.rows, BLOCK_N=spec.tile_k, STAGES=launch.stages,
@@ -291,6 +302,7 @@ def backward_triton(
         "TOKEN": spec.scales == "token", "ROTATE": spec.rotate,
         "PRODUCT_TYPE": tl.float32 if interpreted() else tl.bfloat16,
     }  # fmt: skip
+    k_scale = _scales(saved.k_scale, blocks, spec)
     factors = (32 * blocks.shape[0], score_factor(D), D**-0.5)
     launch = keys_launch(spec, D)
     items = _items(cu_seqlens_RM, N, launch.rows, "keys", spec.mask)
@@ -298,8 +310,8 @@ def backward_triton(
         _rows(q, spec.tile_q), _rows(k, launch.rows),
         _rows(saved.v_codes, launch.rows), _rows(g.codes_NHD, spec.tile_q),
         _columns(qt, spec.tile_q), _columns(g.transposed_HDC, spec.tile_q),
-        saved.q_scale, saved.k_scale, saved.v_scale,
-        g.shifted_lse_HC, g.delta_HC, dk, dv, items, *factors,
+        _scales(saved.q_scale, blocks, spec), saved.k_scale, saved.v_scale,
+        g.terms_HC2, dk, dv, items, *factors,
         BLOCK_M=spec.tile_q, BLOCK_N=launch.rows, STAGES=launch.stages,
         num_warps=launch.warps, num_stages=launch.stages, **common,
     )  # fmt: skip
@@ -309,8 +321,8 @@ def backward_triton(
         _rows(q, launch.rows), _rows(k, spec.tile_k),
         _rows(saved.v_codes, spec.tile_k), _rows(g.codes_NHD, launch.rows),
         _columns(kt, spec.tile_k),
-        saved.q_scale, saved.k_scale, saved.v_scale, g.scale_NH,
-        saved.lse2_NH, g.delta_HC, dq, items, *factors,
+        saved.q_scale, k_scale, _scales(saved.v_scale, blocks, spec), g.scale_NH,
+        saved.lse2_NH, g.terms_HC2, dq, items, *factors,
         BLOCK_M=launch.rows, BLOCK_N=spec.tile_k, STAGES=launch.stages,
         num_warps=launch.warps, num_stages=launch.stages, **common,
     )  # fmt: skip

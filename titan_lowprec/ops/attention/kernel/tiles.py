@@ -18,21 +18,32 @@ _LOWEST_EXPONENT = tl.constexpr(-16384.0)
 
 
 @triton.jit
-def block_bytes(scale_ptr, token, stride, length, BLOCKS: tl.constexpr, TOKEN: tl.constexpr):
-    """Scale bytes of a tile's tokens: ``[blocks]`` of their first tokens, or one a token.
+def load_columns(ptr, column, COLUMNS: tl.constexpr, TOKEN: tl.constexpr):
+    """A tile's fp32 values from ``column`` on, ``[1, blocks, 4, 4, 2]``: one a token.
 
-    In both cases shaped ``[1, BLOCKS, 4, 4, 2]`` or ``[1, BLOCKS, 1, 1, 1]``: how an accumulator
-    of ``32 * BLOCKS`` columns lies in blocks, eights, threads and pairs.
+    Without TOKEN one a block, ``[1, blocks, 1, 1, 1]``. Readable past any document.
     """
     if TOKEN:
-        column = tl.arange(0, BLOCKS * 32)
-        byte = tl.load(scale_ptr + (token + column) * stride, mask=column < length, other=0)
-        byte = tl.reshape(byte, [1, BLOCKS, 4, 4, 2])
+        x = tl.load(ptr + column + tl.arange(0, COLUMNS))
+        x = tl.reshape(x, [1, COLUMNS // 32, 4, 4, 2])
     else:
-        block = tl.arange(0, BLOCKS)
-        byte = tl.load(scale_ptr + (token + block * 32) * stride, mask=block * 32 < length, other=0)
-        byte = byte[None, :, None, None, None]
-    return byte
+        x = tl.load(ptr + column // 32 + tl.arange(0, COLUMNS // 32))[None, :, None, None, None]
+    return x
+
+
+@triton.jit
+def load_column_pairs(ptr, column, COLUMNS: tl.constexpr, TOKEN: tl.constexpr):
+    """Two values a column that lie side by side, each as ``load_columns`` gives it.
+
+    One load for both: alone, every thread copies the columns of its own accumulator.
+    """
+    if TOKEN:
+        both = tl.load(ptr + 2 * column + tl.arange(0, 2 * COLUMNS))
+        both = tl.reshape(both, [1, COLUMNS // 32, 4, 4, 2, 2])
+    else:
+        both = tl.load(ptr + column // 32 * 2 + tl.arange(0, COLUMNS // 16))
+        both = tl.reshape(both, [1, COLUMNS // 32, 1, 1, 1, 2])
+    return tl.split(both)
 
 
 @triton.jit
@@ -123,16 +134,9 @@ def store_rows(ptr, x, token, stride, length, ROWS: tl.constexpr, D: tl.constexp
 
 
 @triton.jit
-def finite_factor(byte):
-    """fp32 value of ue8m0 bytes, with 255 as 2**127: the NaN it marks travels another way."""
-    bits = tl.minimum(byte.to(tl.int32), 254) << 23
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def nan_mark(byte):
-    """1 for ue8m0 bytes, NaN for 255."""
-    return tl.where(byte == 255, float("nan"), 1.0)
+def nan_of(factor):
+    """1 for finite factors, NaN for NaN."""
+    return factor * 0.0 + 1.0
 
 
 @triton.jit
@@ -149,24 +153,21 @@ def cast_exponent_log2(highest):
 
 
 @triton.jit
-def fold_and_cast(u, column_factor, ELEMENTWISE: tl.constexpr):
-    """e4m3 codes of ``u * column_factor`` with one exponent a row, and the exponents ``[M]``."""
-    if ELEMENTWISE:
-        highest = tile_maximum(tl.abs(u) * column_factor)
-    else:
-        highest = tl.max(tl.max(tl.abs(u), 4, keep_dims=True), 2, keep_dims=True)
-        highest = tile_maximum(highest * column_factor)
-    exponent = tl.maximum(cast_exponent(highest), -100.0)
-    factor = tl.minimum(column_factor * as_rows(tl.exp2(-exponent)), 1.7e38)  # 0 stays 0
-    return (u * factor).to(tl.float8e4nv), exponent
+def without_nan(factor):
+    """A scale's factor with 2**127 for NaN: the NaN it marks travels another way."""
+    return tl.minimum(factor, 1.7014118346046923e38)
 
 
 @triton.jit
-def load_columns(ptr, column, left, COLUMNS: tl.constexpr, MASKED: tl.constexpr, other):
-    """One fp32 value a token, ``[1, blocks, 4, 4, 2]``; ``other`` past the document when MASKED."""
-    place = tl.arange(0, COLUMNS)
-    if MASKED:
-        x = tl.load(ptr + column + place, mask=place < left, other=other)
+def fold_and_cast(u, column_factor, ELEMENTWISE: tl.constexpr):
+    """e4m3 codes of ``u * column_factor`` with one exponent a row, and the exponents ``[M]``."""
+    if ELEMENTWISE:
+        u = u * column_factor
+        exponent = tl.maximum(cast_exponent(tile_maximum(tl.abs(u))), -100.0)
+        factor = as_rows(tl.exp2(-exponent))
     else:
-        x = tl.load(ptr + column + place)
-    return tl.reshape(x, [1, COLUMNS // 32, 4, 4, 2])
+        highest = tl.max(tl.max(tl.abs(u), 4, keep_dims=True), 2, keep_dims=True)
+        highest = tile_maximum(highest * column_factor)
+        exponent = tl.maximum(cast_exponent(highest), -100.0)
+        factor = tl.minimum(column_factor * as_rows(tl.exp2(-exponent)), 1.7e38)  # 0 stays 0
+    return (u * factor).to(tl.float8e4nv), exponent

@@ -1,5 +1,6 @@
 """Triton kernels of token-block quantisation, and the work lists of packed documents."""
 
+from titan_lowprec.ops.quantize.kernel.columns import SUM_EXPONENT, scale_columns
 from titan_lowprec.ops.quantize.kernel.encode import (
     permute_token_pairs,
     scale_byte,
@@ -19,6 +20,7 @@ from titan_lowprec.ops.quantize.kernel.quantize import (
 from titan_lowprec.ops.quantize.kernel.work_items import TILE_BLOCKS, work_items
 
 __all__ = [
+    "SUM_EXPONENT",
     "TILE_BLOCKS",
     "MixedOperand",
     "Nvfp4Codes",
@@ -29,6 +31,7 @@ __all__ = [
     "quantize_mixed_operand",
     "quantize_operand",
     "scale_byte",
+    "scale_columns",
     "scale_exponent",
     "scale_factor",
     "transpose_codes",

@@ -143,7 +143,7 @@ def _encode_columns(
 
 @triton.jit
 def _quantize_columns(
-    x_ptr, out_ptr, low_ptr, lse_ptr, codes_ptr, scale_ptr, words_ptr, delta_ptr, shifted_ptr,
+    x_ptr, out_ptr, low_ptr, lse_ptr, codes_ptr, scale_ptr, words_ptr, terms_ptr,
     items_ptr, columns,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     SCALES: tl.constexpr, SOURCE: tl.constexpr, REDUCE: tl.constexpr,
@@ -210,8 +210,8 @@ def _quantize_columns(
                 delta = tl.sum(even * o_even + odd * o_odd, 3)
             lse = tl.load(lse_ptr + token, mask=live, other=float("inf"))
             place = head.to(tl.int64) * columns + slot * _BLOCK + n
-            tl.store(delta_ptr + place, tl.sum(delta, 0)[None, :, :, None])
-            tl.store(shifted_ptr + place, lse - exponent)
+            tl.store(terms_ptr + 2 * place, lse - exponent)
+            tl.store(terms_ptr + 2 * place + 1, tl.sum(delta, 0)[None, :, :, None])
     if SOURCE != "bf16":
         # Token 8a + 2b + c of a half is byte 2a + c of its word b.
         words = tl.permute(tl.reshape(words, [CHUNKS, 2, 2, 4, 2, 2]), (0, 1, 5, 3, 4, 2))
@@ -239,10 +239,9 @@ class Operand:
     """The same codes, tokens innermost. Block ``b`` of the work list has columns ``32 b`` to
     ``32 b + 31``, so that documents start at multiples of 32; unused places of a block are zero,
     and every 16 tokens are in the order of ``permute_token_pairs``."""
-    delta_HC: Tensor
-    """``sum_k codes_k * (out_k + low_k)`` of gradients, one column a token, in token order."""
-    shifted_lse_HC: Tensor
-    """LSE (base 2) less the exponent of the gradient's scale; +inf in unused places."""
+    terms_HC2: Tensor
+    """Of gradients, one column a token, in token order: the LSE (base 2) less the exponent of the
+    gradient's scale (+inf in unused places), and ``sum_k codes_k * (out_k + low_k)``."""
 
 
 def _empty_columns(x_NHD: Tensor, blocks: Tensor) -> Tensor:
@@ -277,7 +276,7 @@ def _launch_columns(
     _quantize_columns[grid](
         x_NHD.view(torch.int32) if coded else _pairs(x_NHD), _pairs(out), _pairs(low), lse,
         operand.codes_NHD.view(torch.int32), operand.scale_NH,
-        operand.transposed_HDC.view(torch.int32), operand.delta_HC, operand.shifted_lse_HC,
+        operand.transposed_HDC.view(torch.int32), operand.terms_HC2,
         blocks, blocks.shape[0] * BLOCK_TOKENS, **sizes, **choices,
     )  # fmt: skip
 
@@ -313,8 +312,7 @@ def quantize_operand(
         codes_NHD=torch.empty(x_NHD.shape, dtype=torch.float8_e4m3fn, device=device),
         scale_NH=torch.empty((N, H), dtype=torch.uint8, device=device),
         transposed_HDC=_empty_columns(x_NHD, blocks) if transpose and not rotate else none,
-        delta_HC=none,
-        shifted_lse_HC=none,
+        terms_HC2=none,
     )
     if transpose and not rotate:
         _launch_columns(
@@ -373,7 +371,7 @@ def quantize_mixed_operand(
             _pairs(x_NHD), codes.view(torch.int32), scale, four.packed_NHP.view(torch.int32),
             four.scale_NHG, blocks, ROTATE=rotate, SCALES=scales, NVFP4=True, **sizes,
         )  # fmt: skip
-    return MixedOperand(Operand(codes, scale, none, none, none), four)
+    return MixedOperand(Operand(codes, scale, none, none), four)
 
 
 def transpose_codes(
@@ -388,7 +386,7 @@ def transpose_codes(
         As ``quantize_operand``.
     """
     none = torch.empty(0, dtype=torch.int32, device=codes_NHD.device)
-    operand = Operand(codes_NHD, none, _empty_columns(codes_NHD, blocks), none, none)
+    operand = Operand(codes_NHD, none, _empty_columns(codes_NHD, blocks), none)
     _launch_columns(
         codes_NHD, blocks, operand, none, none, none,
         SCALES="token", SOURCE="codes", REDUCE="nothing",
@@ -427,16 +425,15 @@ def quantize_gradient(
     N, H, _ = grad_NHD.shape
     device = grad_NHD.device
     none = torch.empty(0, dtype=torch.int32, device=device)
-    shape = (H, blocks.shape[0] * BLOCK_TOKENS)
-    delta, shifted = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
-    operand = Operand(grad_NHD, none, none, delta, shifted)
+    shape = (H, blocks.shape[0] * BLOCK_TOKENS, 2)
+    terms = torch.empty(shape, dtype=torch.float32, device=device)
+    operand = Operand(grad_NHD, none, none, terms)
     if scales is not None:
         operand = Operand(
             codes_NHD=torch.empty(grad_NHD.shape, dtype=torch.float8_e4m3fn, device=device),
             scale_NH=torch.empty((N, H), dtype=torch.uint8, device=device),
             transposed_HDC=_empty_columns(grad_NHD, blocks),
-            delta_HC=delta,
-            shifted_lse_HC=shifted,
+            terms_HC2=terms,
         )
     _launch_columns(
         grad_NHD, blocks, operand, out_NHD, low if low.numel() else out_NHD, lse2_NH,
