@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from bench_registry import Case, Implementation, Workload
+from cudnn_fp8 import CudnnFp8
+from cudnn_fp8 import missing as cudnn_frontend_missing
 from torch import Tensor
 
 from titan_lowprec.ops.attention.spec import AttentionSpec
@@ -243,6 +245,34 @@ def cudnn(case: Case, inputs: Inputs) -> Workload:
     return autograd_workload(inputs, function, "dense")
 
 
+def cudnn_fp8(case: Case, inputs: Inputs) -> Workload:
+    """cuDNN's FP8 attention on documents of equal length; casts are in its times, as in ours."""
+    del case
+    if not inputs.dense:
+        raise ValueError("cudnn_fp8: documents must have one length, as a dense batch")
+    batch = len(inputs.lengths)
+    q, k, v, grad = (
+        x.unflatten(0, (batch, -1)).transpose(1, 2)
+        for x in (inputs.q, inputs.k, inputs.v, inputs.grad)
+    )
+    peer = CudnnFp8(q, k, v)
+    peer.calibrate(grad)
+
+    def both() -> None:
+        peer.run_forward()
+        peer.run_backward(grad)
+
+    def out() -> Tensor:
+        peer.run_forward()
+        return peer.output().transpose(1, 2).flatten(0, 1)
+
+    return workload(inputs, peer.run_forward, both, out, 0.1)
+
+
+def needs_cudnn_frontend(device: torch.device) -> str | None:
+    return needs_cuda(device) or cudnn_frontend_missing()
+
+
 def flash_attention_4(case: Case, inputs: Inputs) -> Workload:
     """flash-attn-4's variable-length attention on Hopper, in bf16."""
     del case
@@ -277,5 +307,6 @@ IMPLEMENTATIONS = [
     ours("bf16", AttentionSpec.bf16(mask="causal"), 5e-3),
     Implementation("varlen_attn", varlen, needs_cuda),
     Implementation("cudnn", cudnn, needs_cuda),
+    Implementation("cudnn_fp8", cudnn_fp8, needs_cudnn_frontend),
     Implementation("flash_attn_4", flash_attention_4, needs_flash_attention_4),
 ]
