@@ -78,7 +78,8 @@ class Check:
             print(output.decode(errors="replace"), end="")
         ok = self.process.returncode == 0
         seconds = time.perf_counter() - self.begin
-        print(f"== {self.name}: {'ok' if ok else 'FAILED'} ({seconds:.1f} s)", flush=True)
+        note = " when waited for" if output else ""
+        print(f"== {self.name}: {'ok' if ok else 'FAILED'} ({seconds:.1f} s{note})", flush=True)
         return ok
 
 
