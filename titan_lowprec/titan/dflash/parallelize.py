@@ -1,5 +1,7 @@
 """Activation checkpointing, compile and sharding of the draft."""
 
+import dataclasses
+
 import torch.nn as nn
 import torchtitan.distributed.activation_checkpoint as stock_ac
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -32,17 +34,16 @@ def parallelize_draft(
         apply_compile(model, job_config.compile)
     training = job_config.training
     mesh = data_parallel_mesh(parallel_dims)
-    options = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-            reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-        ),
-    }
+    policy = MixedPrecisionPolicy(
+        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+    )
     reshard = job_config.parallelism.fsdp_reshard_after_forward != "never"
+    # The model casts what comes in; a layer must not: its rotary tables are and stay fp32.
+    inner = dataclasses.replace(policy, cast_forward_inputs=False)
     for layer in model.get_submodule("layers").children():
-        fully_shard(layer, reshard_after_forward=reshard, **options)
-    fully_shard(model, reshard_after_forward=reshard, **options)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=inner)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     sum_gradients(model, mesh)
     logger.info(
         f"Applied FSDP2 to the draft: {parallel_dims.dp_replicate} replicas of "
