@@ -274,6 +274,7 @@ def plot(lines: list[dict], path: Path) -> None:
 
 def write(folder: Path, device: str) -> None:
     """Measure, write lines of JSON and the figure, print the table of claims."""
+    folder.mkdir(parents=True, exist_ok=True)
     lines = all_records(device) + cross_entropy_records()
     stem = folder / f"AUDIT_{device}"
     stem.with_suffix(".jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
