@@ -61,7 +61,11 @@ def running_trainer(folder, *overrides):
 
 @contextmanager
 def trainer_of(arguments):
-    """The trainer of a command line; one process, or one of those that ``torchrun`` started."""
+    """The trainer of a command line; one process, or one of those that ``torchrun`` started.
+
+    The environment is as before at the end: a process started later must not find this one's port.
+    """
+    environment = dict(os.environ)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -80,6 +84,8 @@ def trainer_of(arguments):
         if dist.is_initialized():
             dist.destroy_process_group()
         torch._dynamo.reset()
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def batch(layouts, *, generator):
