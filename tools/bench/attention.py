@@ -216,7 +216,8 @@ def varlen(case: Case, inputs: Inputs) -> Workload:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
         options = causal_options(varlen_attn)
-        return varlen_attn(q, k, v, offsets, offsets, longest, longest, **options)
+        result = varlen_attn(q, k, v, offsets, offsets, longest, longest, **options)
+        return result[0] if isinstance(result, tuple) else result
 
     return autograd_workload(inputs, function, "packed")
 

@@ -5,6 +5,7 @@ run), and a step casts q, k, v and the output's gradient. Output and gradients a
 batches alone: cuDNN's packed form is not timed.
 """
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -32,9 +33,7 @@ class CudnnFp8:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Build both graphs; q, k and v are bf16, of any strides with D innermost."""
-        import cudnn
-
-        self.cudnn = cudnn
+        cudnn = self.cudnn = importlib.import_module("cudnn")
         self.handle = cudnn.create_handle()
         self.values = {"q": q, "k": k, "v": v}
         one = torch.ones(1, 1, 1, 1, device=q.device)

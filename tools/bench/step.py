@@ -272,7 +272,7 @@ def table(path: str) -> str:
 
 def main() -> None:
     """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
     parser.add_argument("--output", default="step.jsonl")
     parser.add_argument("--cache", default=str(Path(tempfile.gettempdir()) / "step_bench_cache"))

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from titan_lowprec.models.dflash.attention import Impl
+
 
 @dataclass
 class DFlash:
@@ -52,15 +54,7 @@ class DFlash:
     objective: Literal["decay", "dpace"] = "decay"
     """The paper's exponential decay, or D-PACE (arXiv:2605.18810)."""
 
-    attention: Literal[
-        "auto",
-        "reference",
-        "reference_flex_bf16",
-        "reference_flex_fp32",
-        "flex_bf16",
-        "flex_fp32_ieee",
-        "flex_fp32_tf32",
-    ] = "auto"
+    attention: Literal["auto", Impl] = "auto"
     """The draft's attention; ``auto`` is ``flex_bf16`` on a GPU that computes in bf16 and
     ``reference`` elsewhere. ``reference_flex_*`` are dense forms of what ``flex_bf16`` and
     ``flex_fp32_ieee`` compute in a bf16 model, for ablations on a CPU. (``[attention]`` is the

@@ -22,8 +22,22 @@ from titan_lowprec.ops.quantize.kernel import permute_token_pairs, scale_factor
 
 
 @triton.jit
+def _query_factors(qs_ptr, column, BLOCK_M: tl.constexpr, TOKEN: tl.constexpr,
+                   WIDE: tl.constexpr):  # fmt: skip
+    """Factors of Q's scales, with NaN for scores and finite for the fold into U.
+
+    WIDE scores know nothing of these scales: the first is then 1 or NaN, for dP.
+    """
+    factor = load_columns(qs_ptr, column, BLOCK_M, TOKEN)
+    finite = without_nan(factor)
+    if WIDE:
+        factor = nan_of(factor)
+    return factor, finite
+
+
+@triton.jit
 def _keys_step_fp8(
-    k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr, q_factor, q_finite,
+    k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr, qs_ptr,
     terms_ptr, head, token, column, columns, first_key, first_query, length,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr, WIDE: tl.constexpr,
@@ -31,6 +45,7 @@ def _keys_step_fp8(
 ):  # fmt: skip
     """One tile of queries against the program's keys; rows are keys, columns queries."""
     BLOCKS: tl.constexpr = BLOCK_M // 32
+    q_factor, q_finite = _query_factors(qs_ptr, column, BLOCK_M, TOKEN, WIDE)
     left = length - first_query
     lse, delta = load_column_pairs(terms_ptr, column, BLOCK_M, True)
     q = load_rows(q_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, False)
@@ -90,20 +105,6 @@ def _keys_step_bf16(
 
 
 @triton.jit
-def _query_factors(qs_ptr, column, BLOCK_M: tl.constexpr, TOKEN: tl.constexpr,
-                   WIDE: tl.constexpr):  # fmt: skip
-    """Factors of Q's scales, with NaN for scores and finite for the fold into U.
-
-    WIDE scores know nothing of these scales: the first is then 1 or NaN, for dP.
-    """
-    factor = load_columns(qs_ptr, column, BLOCK_M, TOKEN)
-    finite = without_nan(factor)
-    if WIDE:
-        factor = nan_of(factor)
-    return factor, finite
-
-
-@triton.jit
 def _keys_of_head(
     k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr, qs_ptr, terms_ptr,
     head, start, column, columns, first_key, length,
@@ -120,10 +121,9 @@ def _keys_of_head(
     rest = tl.maximum(whole, length // BLOCK_M * BLOCK_M)
     for tile in tl.range(whole, rest, BLOCK_M, num_stages=STAGES):
         if FP8:
-            q_factor, q_finite = _query_factors(qs_ptr, column + tile, BLOCK_M, TOKEN, WIDE)
             dk, dv = _keys_step_fp8(
                 k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr,
-                q_factor, q_finite, terms_ptr, head, start + tile, column + tile,
+                qs_ptr, terms_ptr, head, start + tile, column + tile,
                 columns, first_key, tile, length, H, BLOCK_M, BLOCK_N, D, BLOCK_D,
                 CAUSAL, TOKEN, WIDE, False,
             )  # fmt: skip
@@ -138,10 +138,9 @@ def _keys_of_head(
         tile = diagonal + step * BLOCK_M
         tile = tl.where(tile < whole, tile, rest)
         if FP8:
-            q_factor, q_finite = _query_factors(qs_ptr, column + tile, BLOCK_M, TOKEN, WIDE)
             dk, dv = _keys_step_fp8(
                 k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr,
-                q_factor, q_finite, terms_ptr, head, start + tile, column + tile,
+                qs_ptr, terms_ptr, head, start + tile, column + tile,
                 columns, first_key, tile, length, H, BLOCK_M, BLOCK_N, D, BLOCK_D,
                 CAUSAL, TOKEN, WIDE, True,
             )  # fmt: skip
@@ -227,7 +226,7 @@ def _key_factors(ks_ptr, vs_ptr, column, BLOCK_N: tl.constexpr, TOKEN: tl.conste
 
 @triton.jit
 def _queries_step_fp8(
-    q, g, row_factor, lse, delta, dq, k_ptr, v_ptr, kt_ptr, k_factor, k_finite, v_factor,
+    q, g, row_factor, lse, delta, dq, k_ptr, v_ptr, kt_ptr, ks_ptr, vs_ptr,
     head, token, column, columns, first_row, first_key, length,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr, WIDE: tl.constexpr,
@@ -235,6 +234,7 @@ def _queries_step_fp8(
 ):  # fmt: skip
     """One tile of keys; dP and D are in units of the query's gradient scale."""
     BLOCKS: tl.constexpr = BLOCK_N // 32
+    k_factor, k_finite, v_factor = _key_factors(ks_ptr, vs_ptr, column, BLOCK_N, TOKEN, WIDE)
     left = length - first_key
     k = load_rows(k_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D, False)
     s = tl.reshape(tl.dot(q, tl.trans(k)), [BLOCK_M, BLOCKS, 4, 4, 2])
@@ -319,21 +319,15 @@ def attention_backward_queries(
                 q_byte = tl.load(qs_ptr + at, mask=row < left, other=0)
                 row_factor = score_factor * scale_factor(q_byte)
             for first_key in tl.range(0, unmasked, BLOCK_N, num_stages=STAGES):
-                k_factor, k_finite, v_factor = _key_factors(
-                    ks_ptr, vs_ptr, column + first_key, BLOCK_N, TOKEN, WIDE
-                )
                 dq = _queries_step_fp8(
-                    q, g, row_factor, lse, delta, dq, k_ptr, v_ptr, kt_ptr, k_factor, k_finite,
-                    v_factor, j, start + first_key, column + first_key, columns, first_row,
+                    q, g, row_factor, lse, delta, dq, k_ptr, v_ptr, kt_ptr, ks_ptr, vs_ptr,
+                    j, start + first_key, column + first_key, columns, first_row,
                     first_key, length, J, BLOCK_M, BLOCK_N, D, BLOCK_D, CAUSAL, TOKEN, WIDE, False,
                 )  # fmt: skip
             for first_key in tl.range(unmasked, keys, BLOCK_N, num_stages=1):
-                k_factor, k_finite, v_factor = _key_factors(
-                    ks_ptr, vs_ptr, column + first_key, BLOCK_N, TOKEN, WIDE
-                )
                 dq = _queries_step_fp8(
-                    q, g, row_factor, lse, delta, dq, k_ptr, v_ptr, kt_ptr, k_factor, k_finite,
-                    v_factor, j, start + first_key, column + first_key, columns, first_row,
+                    q, g, row_factor, lse, delta, dq, k_ptr, v_ptr, kt_ptr, ks_ptr, vs_ptr,
+                    j, start + first_key, column + first_key, columns, first_row,
                     first_key, length, J, BLOCK_M, BLOCK_N, D, BLOCK_D, CAUSAL, TOKEN, WIDE, True,
                 )  # fmt: skip
             g_factor = scale_factor(tl.load(gs_ptr + at, mask=row < left, other=0))
