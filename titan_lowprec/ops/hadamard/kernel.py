@@ -21,20 +21,31 @@ def hadamard_butterflies(x, D: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def hadamard_product(x, D: tl.constexpr, TYPE: tl.constexpr):
-    """Rotate the rows of an fp32 tile ``[ROWS, D]`` on the tensor cores, to about 2**-17.
+def hadamard_product(x, ROWS: tl.constexpr, D: tl.constexpr, TYPE: tl.constexpr):
+    """Rotate the rows of an fp32 tile ``[ROWS, D]``, a result of the tensor cores, to about 2**-17.
 
-    The matrix entries are +-1 and x is split into two bf16 parts, so every product is exact and
-    the sums are fp32. For results that are rounded to bf16 next; not for codes. TYPE is bf16;
-    the interpreter, which cannot multiply bf16 matrices, takes fp32.
+    Not yet multiplied by ``D**-0.5``. ``H_D`` is the Kronecker product of ``H_(D/16)``, whose butterflies in fp32 stay inside a
+    thread of an accumulator, and of ``H_16``, a product on the tensor cores: its entries are +-1
+    and x is split into two bf16 parts, so every product is exact and the sums are fp32. For
+    results that are rounded to bf16 next; not for codes. TYPE is bf16; the interpreter, which
+    cannot multiply bf16 matrices, takes fp32.
     """
-    row = tl.arange(0, D)[:, None]
-    column = tl.arange(0, D)[None, :]
+    PIECES: tl.constexpr = D // 16
+    for stage in tl.static_range(3):
+        if (16 << stage) < D:
+            pairs = tl.reshape(x, [ROWS, D // (32 << stage), 2, 16 << stage])
+            first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+            pairs = tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2))
+            x = tl.reshape(pairs, [ROWS, D])
+    row = tl.arange(0, 16)[:, None]
+    column = tl.arange(0, 16)[None, :]
     parity = row & column
-    parity = parity ^ (parity >> 4)
     parity = parity ^ (parity >> 2)
     parity = (parity ^ (parity >> 1)) & 1
-    sign = (1 - 2 * parity).to(TYPE)  # [D, D], symmetric
-    high = x.to(TYPE)
-    low = (x - high.to(tl.float32)).to(TYPE)
-    return (tl.dot(low, sign) + tl.dot(high, sign)) * (D**-0.5)
+    sign = (1 - 2 * parity).to(TYPE)  # [16, 16], symmetric
+    x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, PIECES, 16]), (1, 0, 2)), [PIECES * ROWS, 16])
+    # rounded with integers, half away from zero: one conversion to bf16 and back is 16 times slower
+    bits = x.to(tl.int32, bitcast=True)
+    high = ((bits + 0x8000) & -65536).to(tl.float32, bitcast=True)
+    x = tl.dot((x - high).to(TYPE), sign) + tl.dot(high.to(TYPE), sign)
+    return tl.reshape(tl.permute(tl.reshape(x, [PIECES, ROWS, 16]), (1, 0, 2)), [ROWS, D])

@@ -38,12 +38,14 @@ def _query_factors(qs_ptr, column, BLOCK_M: tl.constexpr, TOKEN: tl.constexpr,
 @triton.jit
 def _keys_step_fp8(
     k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr, qs_ptr,
-    terms_ptr, head, token, column, columns, first_key, first_query, length,
+    terms_ptr, head, token, column, columns, first_key, first_query, length, masked,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr, WIDE: tl.constexpr,
-    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries against the program's keys; rows are keys, columns queries."""
+    """One tile of queries against the program's keys; rows are keys, columns queries.
+
+    ``masked``, known at run time: some pairs of the tile do not attend.
+    """
     BLOCKS: tl.constexpr = BLOCK_M // 32
     q_factor, q_finite = _query_factors(qs_ptr, column, BLOCK_M, TOKEN, WIDE)
     left = length - first_query
@@ -56,7 +58,7 @@ def _keys_step_fp8(
         t = s * q_factor * as_rows(k_factor) - lse
     else:
         t = s * (as_rows(k_factor) * q_factor) - lse
-    if MASKED:
+    if masked:
         seen = visible(first_key, first_query, length, BLOCK_N, BLOCK_M, CAUSAL, True)
         seen = tl.reshape(seen, [BLOCK_N, BLOCKS, 4, 4, 2])
         t = tl.where(seen, t, float("-inf"))
@@ -68,8 +70,8 @@ def _keys_step_fp8(
         u = p * (e * (as_rows(v_factor) * q_factor) - delta)
     else:
         u = p * (e * as_rows(v_factor) - delta)
-    if MASKED:
-        u = tl.where(seen, u, 0.0)
+    if masked:  # dP may be another document's NaN
+        u = tl.where(p == 0.0, 0.0, u)
     codes, u_exponent = fold_and_cast(u, q_finite, TOKEN)
     p = permute_token_pairs(tl.reshape(p.to(tl.float8e4nv), [BLOCK_N, BLOCK_M]), BLOCK_N, BLOCK_M)
     gt = load_transposed(gt_ptr, column, head, columns, BLOCK_M, D, BLOCK_D)
@@ -112,39 +114,34 @@ def _keys_of_head(
     D: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr, WIDE: tl.constexpr,
     CAUSAL: tl.constexpr, TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """All query tiles of one head: the diagonal's, then whole ones, then a part of one."""
+    """All query tiles of one head. In bf16 the masked ones come last, in a loop of their own:
+    only they clean what they load."""
     diagonal = 0
     whole = 0
     if CAUSAL:
         diagonal = first_key // BLOCK_M * BLOCK_M
         whole = (tl.minimum(first_key + BLOCK_N, length) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
-    rest = tl.maximum(whole, length // BLOCK_M * BLOCK_M)
-    for tile in tl.range(whole, rest, BLOCK_M, num_stages=STAGES):
-        if FP8:
+    if FP8:
+        for tile in tl.range(diagonal, length, BLOCK_M, num_stages=STAGES):
+            masked = (tile < whole) | (tile + BLOCK_M > length)
             dk, dv = _keys_step_fp8(
                 k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr,
                 qs_ptr, terms_ptr, head, start + tile, column + tile,
-                columns, first_key, tile, length, H, BLOCK_M, BLOCK_N, D, BLOCK_D,
-                CAUSAL, TOKEN, WIDE, False,
+                columns, first_key, tile, length, masked, H, BLOCK_M, BLOCK_N, D, BLOCK_D,
+                CAUSAL, TOKEN, WIDE,
             )  # fmt: skip
-        else:
+    else:
+        rest = tl.maximum(whole, length // BLOCK_M * BLOCK_M)
+        for tile in tl.range(whole, rest, BLOCK_M, num_stages=STAGES):
             dk, dv = _keys_step_bf16(
                 k, v, k_factor, dk, dv, q_ptr, g_ptr, terms_ptr, head, start + tile,
                 column + tile, first_key, tile, length, H, BLOCK_M, BLOCK_N, D, BLOCK_D,
                 CAUSAL, False,
             )  # fmt: skip
-    masked = (whole - diagonal) // BLOCK_M + (rest < length).to(tl.int32)
-    for step in tl.range(0, masked, num_stages=1):
-        tile = diagonal + step * BLOCK_M
-        tile = tl.where(tile < whole, tile, rest)
-        if FP8:
-            dk, dv = _keys_step_fp8(
-                k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr,
-                qs_ptr, terms_ptr, head, start + tile, column + tile,
-                columns, first_key, tile, length, H, BLOCK_M, BLOCK_N, D, BLOCK_D,
-                CAUSAL, TOKEN, WIDE, True,
-            )  # fmt: skip
-        else:
+        masked = (whole - diagonal) // BLOCK_M + (rest < length).to(tl.int32)
+        for step in tl.range(0, masked, num_stages=1):
+            tile = diagonal + step * BLOCK_M
+            tile = tl.where(tile < whole, tile, rest)
             dk, dv = _keys_step_bf16(
                 k, v, k_factor, dk, dv, q_ptr, g_ptr, terms_ptr, head, start + tile,
                 column + tile, first_key, tile, length, H, BLOCK_M, BLOCK_N, D, BLOCK_D,
@@ -201,8 +198,9 @@ def attention_backward_keys(
                 H, BLOCK_M, BLOCK_N, STAGES, D, BLOCK_D, FP8, WIDE, CAUSAL, TOKEN,
             )  # fmt: skip
         if ROTATE:
-            dk = hadamard_product(dk, BLOCK_D, PRODUCT_TYPE)
-        dk = dk * alpha
+            dk = hadamard_product(dk * (alpha * D**-0.5), BLOCK_N, BLOCK_D, PRODUCT_TYPE)
+        else:
+            dk = dk * alpha
     store_rows(dk_ptr + j * D, dk, token, J * D, left, BLOCK_N, D, BLOCK_D)
     store_rows(dv_ptr + j * D, dv, token, J * D, left, BLOCK_N, D, BLOCK_D)
 
@@ -227,12 +225,14 @@ def _key_factors(ks_ptr, vs_ptr, column, BLOCK_N: tl.constexpr, TOKEN: tl.conste
 @triton.jit
 def _queries_step_fp8(
     q, g, row_factor, lse, delta, dq, k_ptr, v_ptr, kt_ptr, ks_ptr, vs_ptr,
-    head, token, column, columns, first_row, first_key, length,
+    head, token, column, columns, first_row, first_key, length, masked,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr, WIDE: tl.constexpr,
-    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys; dP and D are in units of the query's gradient scale."""
+    """One tile of keys; dP and D are in units of the query's gradient scale.
+
+    ``masked`` as for keys.
+    """
     BLOCKS: tl.constexpr = BLOCK_N // 32
     k_factor, k_finite, v_factor = _key_factors(ks_ptr, vs_ptr, column, BLOCK_N, TOKEN, WIDE)
     left = length - first_key
@@ -247,7 +247,7 @@ def _queries_step_fp8(
     v = load_rows(v_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D, False)
     e = tl.reshape(tl.dot(g, tl.trans(v)), [BLOCK_M, BLOCKS, 4, 4, 2])
     u = p * (e * v_factor - as_rows(delta))
-    if MASKED:
+    if masked:
         seen = visible(first_row, first_key, length, BLOCK_M, BLOCK_N, CAUSAL, False)
         u = tl.where(tl.reshape(seen, [BLOCK_M, BLOCKS, 4, 4, 2]), u, 0.0)
     codes, exponent = fold_and_cast(u, k_finite, TOKEN)
@@ -318,20 +318,14 @@ def attention_backward_queries(
             if not WIDE:
                 q_byte = tl.load(qs_ptr + at, mask=row < left, other=0)
                 row_factor = score_factor * scale_factor(q_byte)
-            for first_key in tl.range(0, unmasked, BLOCK_N, num_stages=STAGES):
+            for first_key in tl.range(0, keys, BLOCK_N, num_stages=STAGES):
                 dq = _queries_step_fp8(
                     q, g, row_factor, lse, delta, dq, k_ptr, v_ptr, kt_ptr, ks_ptr, vs_ptr,
                     j, start + first_key, column + first_key, columns, first_row,
-                    first_key, length, J, BLOCK_M, BLOCK_N, D, BLOCK_D, CAUSAL, TOKEN, WIDE, False,
+                    first_key, length, first_key >= unmasked, J, BLOCK_M, BLOCK_N, D, BLOCK_D,
+                    CAUSAL, TOKEN, WIDE,
                 )  # fmt: skip
-            for first_key in tl.range(unmasked, keys, BLOCK_N, num_stages=1):
-                dq = _queries_step_fp8(
-                    q, g, row_factor, lse, delta, dq, k_ptr, v_ptr, kt_ptr, ks_ptr, vs_ptr,
-                    j, start + first_key, column + first_key, columns, first_row,
-                    first_key, length, J, BLOCK_M, BLOCK_N, D, BLOCK_D, CAUSAL, TOKEN, WIDE, True,
-                )  # fmt: skip
-            g_factor = scale_factor(tl.load(gs_ptr + at, mask=row < left, other=0))
-            dq = dq * g_factor[:, None]
+            factor = alpha * scale_factor(tl.load(gs_ptr + at, mask=row < left, other=0))
         else:
             for first_key in tl.range(0, unmasked, BLOCK_N, num_stages=STAGES):
                 dq = _queries_step_bf16(
@@ -343,7 +337,10 @@ def attention_backward_queries(
                     q, g, score_factor, lse, delta, dq, k_ptr, v_ptr, j, start,
                     first_row, first_key, length, J, BLOCK_M, BLOCK_N, D, BLOCK_D, CAUSAL, True,
                 )  # fmt: skip
+            factor = tl.zeros([BLOCK_M], tl.float32) + alpha
         if ROTATE:
-            dq = hadamard_product(dq, BLOCK_D, PRODUCT_TYPE)
-        dq = dq * alpha
+            factor = factor * D**-0.5
+        dq = dq * factor[:, None]
+        if ROTATE:
+            dq = hadamard_product(dq, BLOCK_M, BLOCK_D, PRODUCT_TYPE)
     store_rows(dq_ptr + head * D, dq, token, H * D, left, BLOCK_M, D, BLOCK_D)

@@ -40,31 +40,34 @@ def _tile_scales(ks_ptr, vs_ptr, column, COLUMNS: tl.constexpr, TOKEN: tl.conste
 @triton.jit
 def _softmax_fp8(
     s, row_factor, k_factor, v_exponent, unfold, total, reference, first_row, first_key, length,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr,
-    MASKED: tl.constexpr, WEIGHT_EXPONENT: tl.constexpr, MAX_LAG: tl.constexpr,
+    masked, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    TOKEN: tl.constexpr, WEIGHT_EXPONENT: tl.constexpr, MAX_LAG: tl.constexpr,
 ):  # fmt: skip
     """Weights of one key tile, cast: ``2**(t + e_v - reference + WEIGHT_EXPONENT)``.
 
     ``reference`` runs over t + e_v. Times ``2**-(SUM_EXPONENT + e_v)`` the weights, before their
     cast, add up to a row's sum of ``2**t`` in units of the reference: no maximum of t is needed.
+    ``masked``, known at run time: some pairs of the tile do not attend.
     """
     BLOCKS: tl.constexpr = BLOCK_N // 32
     s = tl.reshape(s, [BLOCK_M, BLOCKS, 4, 4, 2])
-    if MASKED:
-        seen = visible(first_row, first_key, length, BLOCK_M, BLOCK_N, CAUSAL, False)
-        seen = tl.reshape(seen, [BLOCK_M, BLOCKS, 4, 4, 2])
     if TOKEN:
         t = s * k_factor * as_rows(row_factor) + v_exponent
-        if MASKED:
-            t = tl.where(seen, t, float("-inf"))
-            unfold = tl.where(seen, unfold, 0.0)
+        if masked:
+            seen = visible(first_row, first_key, length, BLOCK_M, BLOCK_N, CAUSAL, False)
+            t = tl.where(tl.reshape(seen, [BLOCK_M, BLOCKS, 4, 4, 2]), t, float("-inf"))
         highest = t
     else:  # factors are positive and constant in a block: maxima of the products do
         factor = as_rows(row_factor) * k_factor
-        if MASKED:
-            s = tl.where(seen, s, float("-inf"))
+        # of the shape that a mask gives them
+        factor = tl.broadcast_to(factor, [BLOCK_M, BLOCKS, 1, 4, 1])
+        v_exponent = tl.broadcast_to(v_exponent, [BLOCK_M, BLOCKS, 1, 4, 1])
+        unfold = tl.broadcast_to(unfold, [BLOCK_M, BLOCKS, 1, 4, 1])
+        if masked:
+            seen = visible(first_row, first_key, length, BLOCK_M, BLOCK_N, CAUSAL, False)
+            s = tl.where(tl.reshape(seen, [BLOCK_M, BLOCKS, 4, 4, 2]), s, float("-inf"))
         highest = tl.max(tl.max(s, 4, keep_dims=True), 2, keep_dims=True)
-        if MASKED:  # a NaN or zero factor must not reach -inf
+        if masked:  # a NaN or zero factor must not reach -inf
             unseen = highest == float("-inf")
             factor = tl.where(unseen, 1.0, normal_factor(factor))
             v_exponent = tl.where(unseen, 0.0, v_exponent)
@@ -76,7 +79,10 @@ def _softmax_fp8(
     shift = WEIGHT_EXPONENT - as_rows(new_reference)
     if TOKEN:
         weight = tl.exp2(t + shift)
-        summed = tl.sum(tl.sum(tl.sum(weight * unfold, 4), 2), 1)
+        summed = weight * unfold
+        if masked:  # another document's NaN
+            summed = tl.where(weight == 0.0, 0.0, summed)
+        summed = tl.sum(tl.sum(tl.sum(summed, 4), 2), 1)
     else:
         weight = tl.exp2(s * factor + (v_exponent + shift))
         summed = tl.sum(tl.sum(weight, 4, keep_dims=True), 2, keep_dims=True) * unfold
@@ -104,7 +110,7 @@ def _rows_fp8(
     wide = columns if TOKEN else columns // 32
     ks_ptr += j.to(tl.int64) * wide
     vs_ptr += j.to(tl.int64) * wide * 2
-    for first_key in tl.range(0, unmasked, BLOCK_N, num_stages=STAGES):
+    for first_key in tl.range(0, keys, BLOCK_N, num_stages=STAGES):
         k_factor, v_exponent, unfold = _tile_scales(
             ks_ptr, vs_ptr, column + first_key, BLOCK_N, TOKEN, WIDE
         )
@@ -114,22 +120,10 @@ def _rows_fp8(
         s = tl.dot(q, tl.trans(k))
         p, gain, total, reference = _softmax_fp8(
             s, row_factor, k_factor, v_exponent, unfold, total, reference, first_row, first_key,
-            length, BLOCK_M, BLOCK_N, CAUSAL, TOKEN, False, WEIGHT_EXPONENT, MAX_LAG,
+            length, first_key >= unmasked, BLOCK_M, BLOCK_N, CAUSAL, TOKEN,
+            WEIGHT_EXPONENT, MAX_LAG,
         )  # fmt: skip
         v = load_transposed(v_ptr, column + first_key, j, columns, BLOCK_N, D, BLOCK_D)
-        acc = acc * gain[:, None] + tl.dot(p, tl.trans(v))
-    for first_key in tl.range(unmasked, keys, BLOCK_N, num_stages=2):
-        left = length - first_key
-        k_factor, v_exponent, unfold = _tile_scales(
-            ks_ptr, vs_ptr, column + first_key, BLOCK_N, TOKEN, WIDE
-        )
-        k = load_rows(k_ptr, token + first_key, j, left, BLOCK_N, J, D, BLOCK_D, False)
-        v = load_transposed(v_ptr, column + first_key, j, columns, BLOCK_N, D, BLOCK_D)
-        s = tl.dot(q, tl.trans(k))
-        p, gain, total, reference = _softmax_fp8(
-            s, row_factor, k_factor, v_exponent, unfold, total, reference, first_row, first_key,
-            length, BLOCK_M, BLOCK_N, CAUSAL, TOKEN, True, WEIGHT_EXPONENT, MAX_LAG,
-        )  # fmt: skip
         acc = acc * gain[:, None] + tl.dot(p, tl.trans(v))
     row_sum = tl.sum(total, 1)
     out = acc * ((1.0 / row_sum) * 2.0**-_SUM_EXPONENT)[:, None]
