@@ -93,6 +93,7 @@ CONTENDERS = {
         "2k", "mxfp8", graph=True, options=("--parallelism.one_process=fsdp2",)
     ),
     "2k-mxfp8-clip": Contender("2k", "mxfp8", graph=True, options=IN_OPTIMIZER),
+    "2k-bf16-fast": Contender("2k", "bf16", "budget70", graph=True, options=FAST),
     "2k-mxfp8-fast": Contender("2k", "mxfp8", "budget70", graph=True, options=FAST),
     "2k-mxfp8-lean": Contender("2k", "mxfp8", "linears", graph=True),
     "2k-mxfp8-budget70": Contender("2k", "mxfp8", "budget70", graph=True),
