@@ -24,11 +24,11 @@ def hadamard_butterflies(x, D: tl.constexpr, COLUMNS: tl.constexpr):
 def hadamard_product(x, ROWS: tl.constexpr, D: tl.constexpr, TYPE: tl.constexpr):
     """Rotate the rows of an fp32 tile ``[ROWS, D]``, a result of the tensor cores, to about 2**-17.
 
-    Not yet multiplied by ``D**-0.5``. ``H_D`` is the Kronecker product of ``H_(D/16)``, whose butterflies in fp32 stay inside a
-    thread of an accumulator, and of ``H_16``, a product on the tensor cores: its entries are +-1
-    and x is split into two bf16 parts, so every product is exact and the sums are fp32. For
-    results that are rounded to bf16 next; not for codes. TYPE is bf16; the interpreter, which
-    cannot multiply bf16 matrices, takes fp32.
+    Not yet multiplied by ``D**-0.5``. ``H_D`` is the Kronecker product of ``H_(D/16)``, whose
+    butterflies in fp32 stay inside a thread of an accumulator, and of ``H_16``, a product on the
+    tensor cores: its entries are +-1 and x is split into two bf16 parts, so every product is exact
+    and the sums are fp32. For results that are rounded to bf16 next; not for codes. TYPE is bf16;
+    the interpreter, which cannot multiply bf16 matrices, takes fp32.
     """
     PIECES: tl.constexpr = D // 16
     for stage in tl.static_range(3):
@@ -44,7 +44,7 @@ def hadamard_product(x, ROWS: tl.constexpr, D: tl.constexpr, TYPE: tl.constexpr)
     parity = (parity ^ (parity >> 1)) & 1
     sign = (1 - 2 * parity).to(TYPE)  # [16, 16], symmetric
     x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, PIECES, 16]), (1, 0, 2)), [PIECES * ROWS, 16])
-    # rounded with integers, half away from zero: one conversion to bf16 and back is 16 times slower
+    # rounded with integers, half away from zero: conversions to bf16 and back run at a quarter rate
     bits = x.to(tl.int32, bitcast=True)
     high = ((bits + 0x8000) & -65536).to(tl.float32, bitcast=True)
     x = tl.dot((x - high).to(TYPE), sign) + tl.dot(high.to(TYPE), sign)

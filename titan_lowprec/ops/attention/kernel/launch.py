@@ -36,7 +36,7 @@ from titan_lowprec.ops.quantize.kernel import (
     scale_columns,
     transpose_codes,
     widen_nvfp4,
-    work_items,
+    work_lists,
 )
 from titan_lowprec.shapes import Float, Int32, Tensor
 
@@ -59,13 +59,13 @@ def _columns(x_HDC: Tensor, columns: int) -> Tensor | TensorDescriptor:
     return TensorDescriptor(x_HDC, [H * D, C], [C, 1], [D, columns])
 
 
-def _blocks(cu_seqlens_RM: Tensor, total_tokens: int) -> Tensor:
-    return work_items(cu_seqlens_RM, total_tokens=total_tokens, unit=32, order="document")
-
-
-def _items(cu_seqlens_RM: Tensor, total_tokens: int, unit: int, order: str, mask: str) -> Tensor:
-    chosen = order if mask == "causal" else "full"
-    return work_items(cu_seqlens_RM, total_tokens=total_tokens, unit=unit, order=chosen)
+def _lists(
+    cu_seqlens_RM: Tensor, total_tokens: int, spec: AttentionSpec, *units: tuple[int, str]
+) -> list[Tensor]:
+    """Token blocks as they lie, then the given units, longest first."""
+    causal = spec.mask == "causal"
+    ordered = [(unit, order if causal else "full") for unit, order in units]
+    return work_lists(cu_seqlens_RM, total_tokens=total_tokens, lists=[(32, "document"), *ordered])
 
 
 def _scales(scale_NH: Tensor, blocks: Tensor, spec: AttentionSpec, *, fold: bool = False) -> Tensor:
@@ -87,11 +87,9 @@ def build_lists(
         ``ops/quantize/kernel/work_items.py``.
     """
     N, _, D = q_NHD.shape
-    _blocks(cu_seqlens_RM, N)
-    _blocks(cu_seqlens_RM, N)
-    _items(cu_seqlens_RM, N, forward_launch(spec, D).rows, "queries", spec.mask)
-    _items(cu_seqlens_RM, N, keys_launch(spec, D).rows, "keys", spec.mask)
-    _items(cu_seqlens_RM, N, queries_launch(spec, D).rows, "queries", spec.mask)
+    _lists(cu_seqlens_RM, N, spec, (forward_launch(spec, D).rows, "queries"))
+    backward = (keys_launch(spec, D).rows, "keys"), (queries_launch(spec, D).rows, "queries")
+    _lists(cu_seqlens_RM, N, spec, *backward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +181,7 @@ def encode_all(
     Source:
         arXiv:2611.03344, section 4: times include quantisation.
     """
-    blocks = _blocks(cu_seqlens_RM, q_NHD.shape[0])
+    (blocks,) = _lists(cu_seqlens_RM, q_NHD.shape[0], spec)
     slots = encode_operands(q_NHD, k_NJD, v_NJD, blocks, spec).slots
     for fold in (True, False):  # of the forward, of the backward
         score_rows(slots, spec)
@@ -226,7 +224,8 @@ def forward_triton(
     N, H, D = q_NHD.shape
     J = k_NJD.shape[1]
     device = q_NHD.device
-    blocks = _blocks(cu_seqlens_RM, N)
+    launch = forward_launch(spec, D)
+    blocks, items = _lists(cu_seqlens_RM, N, spec, (launch.rows, "queries"))
     encoded = encode_operands(q_NHD, k_NJD, v_NJD, blocks, spec)
     slots = encoded.slots
     q, k = score_rows(slots, spec)
@@ -234,8 +233,6 @@ def forward_triton(
     out = torch.empty_like(q_NHD)
     low = torch.empty_like(q_NHD) if residual else empty_slot(torch.bfloat16, device)
     lse2 = torch.empty((N, H), dtype=torch.float32, device=device)
-    launch = forward_launch(spec, D)
-    items = _items(cu_seqlens_RM, N, launch.rows, "queries", spec.mask)
     v_tiles = (
         _columns(encoded.v_transposed_HDC, spec.tile_k)
         if spec.quantised
@@ -283,7 +280,10 @@ def backward_triton(
     check_supported("backward_triton", spec, saved.out_NHD)
     N, H, D = saved.out_NHD.shape
     J = saved.k_codes.shape[1]
-    blocks = _blocks(cu_seqlens_RM, N)
+    keys, queries = keys_launch(spec, D), queries_launch(spec, D)
+    blocks, key_items, query_items = _lists(
+        cu_seqlens_RM, N, spec, (keys.rows, "keys"), (queries.rows, "queries")
+    )
     grad = grad_out_NHD if spec.quantised else grad_out_NHD.to(torch.bfloat16)
     g = quantize_gradient(
         grad, saved.out_NHD, saved.out_low, saved.lse2_NH, blocks,
@@ -304,26 +304,22 @@ def backward_triton(
     }  # fmt: skip
     k_scale = _scales(saved.k_scale, blocks, spec)
     factors = (32 * blocks.shape[0], score_factor(D), D**-0.5)
-    launch = keys_launch(spec, D)
-    items = _items(cu_seqlens_RM, N, launch.rows, "keys", spec.mask)
-    attention_backward_keys[(items.shape[0], J)](
-        _rows(q, spec.tile_q), _rows(k, launch.rows),
-        _rows(saved.v_codes, launch.rows), _rows(g.codes_NHD, spec.tile_q),
+    attention_backward_keys[(key_items.shape[0], J)](
+        _rows(q, spec.tile_q), _rows(k, keys.rows),
+        _rows(saved.v_codes, keys.rows), _rows(g.codes_NHD, spec.tile_q),
         _columns(qt, spec.tile_q), _columns(g.transposed_HDC, spec.tile_q),
         _scales(saved.q_scale, blocks, spec), saved.k_scale, saved.v_scale,
-        g.terms_HC2, dk, dv, items, *factors,
-        BLOCK_M=spec.tile_q, BLOCK_N=launch.rows, STAGES=launch.stages,
-        num_warps=launch.warps, num_stages=launch.stages, **common,
+        g.terms_HC2, dk, dv, key_items, *factors,
+        BLOCK_M=spec.tile_q, BLOCK_N=keys.rows, STAGES=keys.stages,
+        num_warps=keys.warps, num_stages=keys.stages, **common,
     )  # fmt: skip
-    launch = queries_launch(spec, D)
-    items = _items(cu_seqlens_RM, N, launch.rows, "queries", spec.mask)
-    attention_backward_queries[(items.shape[0], H)](
-        _rows(q, launch.rows), _rows(k, spec.tile_k),
-        _rows(saved.v_codes, spec.tile_k), _rows(g.codes_NHD, launch.rows),
+    attention_backward_queries[(query_items.shape[0], H)](
+        _rows(q, queries.rows), _rows(k, spec.tile_k),
+        _rows(saved.v_codes, spec.tile_k), _rows(g.codes_NHD, queries.rows),
         _columns(kt, spec.tile_k),
         saved.q_scale, k_scale, _scales(saved.v_scale, blocks, spec), g.scale_NH,
-        saved.lse2_NH, g.terms_HC2, dq, items, *factors,
-        BLOCK_M=launch.rows, BLOCK_N=spec.tile_k, STAGES=launch.stages,
-        num_warps=launch.warps, num_stages=launch.stages, **common,
+        saved.lse2_NH, g.terms_HC2, dq, query_items, *factors,
+        BLOCK_M=queries.rows, BLOCK_N=spec.tile_k, STAGES=queries.stages,
+        num_warps=queries.warps, num_stages=queries.stages, **common,
     )  # fmt: skip
     return Gradients(dq, dk, dv)

@@ -25,10 +25,15 @@ def load_columns(ptr, column, COLUMNS: tl.constexpr, TOKEN: tl.constexpr):
     """
     if TOKEN:
         x = tl.load(ptr + column + tl.arange(0, COLUMNS))
-        x = tl.reshape(x, [1, COLUMNS // 32, 4, 4, 2])
     else:
-        x = tl.load(ptr + column // 32 + tl.arange(0, COLUMNS // 32))[None, :, None, None, None]
-    return x
+        x = tl.load(ptr + column // 32 + tl.arange(0, COLUMNS // 32))
+    return as_columns(x, COLUMNS, TOKEN)
+
+
+@triton.jit
+def as_columns(x, COLUMNS: tl.constexpr, TOKEN: tl.constexpr):
+    """Values of tokens, or without TOKEN of blocks, in the shape of ``load_columns``."""
+    return tl.reshape(x, [1, COLUMNS // 32, 4, 4, 2] if TOKEN else [1, COLUMNS // 32, 1, 1, 1])
 
 
 @triton.jit
@@ -39,9 +44,17 @@ def load_column_pairs(ptr, column, COLUMNS: tl.constexpr, TOKEN: tl.constexpr):
     """
     if TOKEN:
         both = tl.load(ptr + 2 * column + tl.arange(0, 2 * COLUMNS))
-        both = tl.reshape(both, [1, COLUMNS // 32, 4, 4, 2, 2])
     else:
         both = tl.load(ptr + column // 32 * 2 + tl.arange(0, COLUMNS // 16))
+    return as_column_pairs(both, COLUMNS, TOKEN)
+
+
+@triton.jit
+def as_column_pairs(both, COLUMNS: tl.constexpr, TOKEN: tl.constexpr):
+    """Two values that lie side by side, each in the shape of ``load_columns``."""
+    if TOKEN:
+        both = tl.reshape(both, [1, COLUMNS // 32, 4, 4, 2, 2])
+    else:
         both = tl.reshape(both, [1, COLUMNS // 32, 1, 1, 1, 2])
     return tl.split(both)
 

@@ -1,6 +1,7 @@
 """Work items: units of tokens of packed documents, listed on the device."""
 
-import torch
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 
@@ -32,44 +33,35 @@ def _units(cu_ptr, g, DOCUMENTS, M1, row_tokens, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _work_items(
-    cu_ptr,
-    items_ptr,
-    DOCUMENTS,
-    M1,
-    row_tokens,
-    capacity,
-    UNIT: tl.constexpr,
-    ORDER: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+def _list_units(
+    cu_ptr, items_ptr, DOCUMENTS, M1, row_tokens, capacity,
+    UNIT: tl.constexpr, ORDER: tl.constexpr, CHUNK: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Some slots of one list: find each slot's document, then the item's rank."""
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-    zero = tl.zeros([SLOTS], tl.int32)
-    start, length, unit, base, units, document = zero, zero, zero, zero, zero, zero
-    tail = zero
-    total = tl.sum(tl.zeros([CHUNK], tl.int32), 0)
-    blocks_before = total
-    full_units = total
+    passed = tl.zeros([SLOTS, CHUNK], tl.int32)  # documents that end before the slot
+    units_passed = passed
+    blocks_passed = passed
+    plain_units = tl.zeros([CHUNK], tl.int32)
+    total = tl.sum(plain_units, 0)
+    total_blocks = total
     for g0 in range(0, DOCUMENTS, CHUNK):
         g = g0 + tl.arange(0, CHUNK)
-        first, n, is_tail, count = _units(cu_ptr, g, DOCUMENTS, M1, row_tokens, UNIT)
+        _, n, is_tail, count = _units(cu_ptr, g, DOCUMENTS, M1, row_tokens, UNIT)
         blocks = (n + 31) // 32
         until = total + tl.cumsum(count, 0)
-        before = until - count
-        block_base = blocks_before + tl.cumsum(blocks, 0) - blocks
-        hit = (slot[:, None] >= before[None, :]) & (slot[:, None] < until[None, :])
-        hit = hit.to(tl.int32)  # [SLOTS, CHUNK]
-        start += tl.sum(hit * first[None, :], 1)
-        length += tl.sum(hit * n[None, :], 1)
-        unit += tl.sum(hit * (slot[:, None] - before[None, :]), 1)
-        base += tl.sum(hit * block_base[None, :], 1)
-        units += tl.sum(hit * count[None, :], 1)
-        document += tl.sum(hit * g[None, :], 1)
-        tail += tl.sum(hit * is_tail.to(tl.int32)[None, :], 1)
+        blocks_until = total_blocks + tl.cumsum(blocks, 0)
+        ended = until[None, :] <= slot[:, None]
+        passed += ended.to(tl.int32)
+        units_passed = tl.maximum(units_passed, tl.where(ended, until[None, :], 0))
+        blocks_passed = tl.maximum(blocks_passed, tl.where(ended, blocks_until[None, :], 0))
+        plain_units += tl.where(is_tail, 0, count)
         total += tl.sum(count, 0)
-        blocks_before += tl.sum(blocks, 0)
-        full_units += tl.sum(tl.where(is_tail, 0, count), 0)
+        total_blocks += tl.sum(blocks, 0)
+    used = slot < total
+    document = tl.where(used, tl.sum(passed, 1), DOCUMENTS)
+    start, length, tail, units = _units(cu_ptr, document, DOCUMENTS, M1, row_tokens, UNIT)
+    unit = slot - tl.where(used, tl.max(units_passed, 1), total)
     rank = slot
     if ORDER != "document":
         cost = units
@@ -77,12 +69,10 @@ def _work_items(
             cost = unit + 1
         if ORDER == "keys":
             cost = units - unit
-        rank = tl.where(tail == 1, full_units + unit, zero)
-        if ORDER == "full":
-            rank += tl.where(tail == 1, 0, unit)
+        ahead = tl.zeros([SLOTS, CHUNK], tl.int32)
         for g0 in range(0, DOCUMENTS, CHUNK):
             g = g0 + tl.arange(0, CHUNK)
-            first, n, is_tail, count = _units(cu_ptr, g, DOCUMENTS, M1, row_tokens, UNIT)
+            _, _, is_tail, count = _units(cu_ptr, g, DOCUMENTS, M1, row_tokens, UNIT)
             plain = tl.where(is_tail, 0, count)[None, :]
             earlier = g[None, :] < document[:, None]
             if ORDER == "full":
@@ -92,18 +82,83 @@ def _work_items(
                 larger = tl.maximum(plain - cost[:, None], 0)
                 ties = (earlier & (plain >= cost[:, None])).to(tl.int32)
             tail_ties = tl.where(earlier & is_tail[None, :], count[None, :], 0)
-            ahead = tl.where((tail == 1)[:, None], tail_ties, larger + ties)
-            rank += tl.sum(ahead, 1)
-    used = slot < total
-    rank = tl.where(used, rank, slot)
-    unit = tl.where(used, unit, slot - total)
-    length = tl.where(tail == 1, -length, length)
+            ahead += tl.where(tail[:, None], tail_ties, larger + ties)
+        rank = tl.sum(ahead, 1)
+        if ORDER == "full":
+            rank += unit
+        rank += tl.where(tail, tl.sum(plain_units, 0), 0)
+        if ORDER != "full":
+            rank += tl.where(tail, unit, 0)
+        rank = tl.where(used, rank, slot)
     out = items_ptr + rank * 4
     inside = slot < capacity
-    tl.store(out, start, mask=inside)
-    tl.store(out + 1, length, mask=inside)
+    tl.store(out, tl.where(used, start, 0), mask=inside)
+    tl.store(out + 1, tl.where(used, tl.where(tail, -length, length), 0), mask=inside)
     tl.store(out + 2, unit, mask=inside)
-    tl.store(out + 3, base, mask=inside)
+    tl.store(out + 3, tl.where(used, tl.max(blocks_passed, 1), 0), mask=inside)
+
+
+@triton.jit
+def _work_lists(
+    cu_ptr, items0_ptr, items1_ptr, items2_ptr, DOCUMENTS, M1, row_tokens,
+    capacity0, capacity1, capacity2,
+    UNIT0: tl.constexpr, UNIT1: tl.constexpr, UNIT2: tl.constexpr,
+    ORDER0: tl.constexpr, ORDER1: tl.constexpr, ORDER2: tl.constexpr,
+    CHUNK: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Program (i, n): slots i of list n."""
+    which = tl.program_id(1)
+    if which == 0:
+        _list_units(
+            cu_ptr, items0_ptr, DOCUMENTS, M1, row_tokens, capacity0, UNIT0, ORDER0, CHUNK, SLOTS
+        )
+    elif which == 1:
+        _list_units(
+            cu_ptr, items1_ptr, DOCUMENTS, M1, row_tokens, capacity1, UNIT1, ORDER1, CHUNK, SLOTS
+        )
+    else:
+        _list_units(
+            cu_ptr, items2_ptr, DOCUMENTS, M1, row_tokens, capacity2, UNIT2, ORDER2, CHUNK, SLOTS
+        )
+
+
+def work_lists(
+    cu_seqlens_RM: Int32[Tensor, "R M1"], *, total_tokens: int, lists: Sequence[tuple[int, str]]
+) -> list[Int32[Tensor, "items 4"]]:
+    """Make up to three lists of work items at once, on the device and without a host sync.
+
+    Args:
+        cu_seqlens_RM: Document offsets of each row, relative to the row.
+        total_tokens: Tokens of all rows together.
+        lists: Unit and order of each list, as for ``work_items``.
+
+    Raises:
+        ValueError: There are no lists, or more than three.
+
+    Numerics:
+        As ``work_items``.
+
+    Source:
+        As ``work_items``.
+    """
+    if not 1 <= len(lists) <= 3:
+        raise ValueError(f"lists must be one to three, got {len(lists)}")
+    R, M1 = cu_seqlens_RM.shape
+    made = []
+    for unit, order in lists:
+        capacity = total_tokens // unit + R * M1 + (TILE_BLOCKS if order == "document" else 0)
+        made.append(cu_seqlens_RM.new_empty((capacity, ITEM_FIELDS)))
+    three = [0, *range(1, len(lists)), 0, 0][:3]
+    capacities = [made[n].shape[0] for n in three]
+    units, orders = zip(*(lists[n] for n in three), strict=True)
+    _work_lists[(triton.cdiv(max(capacities), _ITEMS_PER_PROGRAM), len(lists))](
+        cu_seqlens_RM, *(made[n] for n in three), R * M1, M1, total_tokens // max(R, 1),
+        *capacities,
+        UNIT0=units[0], UNIT1=units[1], UNIT2=units[2],
+        ORDER0=orders[0], ORDER1=orders[1], ORDER2=orders[2],
+        CHUNK=_DOCUMENT_CHUNK, SLOTS=_ITEMS_PER_PROGRAM,
+    )  # fmt: skip
+    return made
 
 
 def work_items(
@@ -131,19 +186,4 @@ def work_items(
     Source:
         arXiv:2611.03344, section 3.6 and appendix B.6 (longest first over the whole batch).
     """
-    R, M1 = cu_seqlens_RM.shape
-    capacity = total_tokens // unit + R * M1 + (TILE_BLOCKS if order == "document" else 0)
-    items = torch.empty((capacity, ITEM_FIELDS), dtype=torch.int32, device=cu_seqlens_RM.device)
-    _work_items[(triton.cdiv(capacity, _ITEMS_PER_PROGRAM),)](
-        cu_seqlens_RM,
-        items,
-        R * M1,
-        M1,
-        total_tokens // max(R, 1),
-        capacity,
-        UNIT=unit,
-        ORDER=order,
-        CHUNK=_DOCUMENT_CHUNK,
-        SLOTS=_ITEMS_PER_PROGRAM,
-    )
-    return items
+    return work_lists(cu_seqlens_RM, total_tokens=total_tokens, lists=[(unit, order)])[0]
