@@ -152,6 +152,11 @@ def load_stock_text(path: str) -> Any:
     return Dataset.from_list([json.loads(line) for line in Path(path).read_text().splitlines()])
 
 
+def sample_text(sample: dict[str, str]) -> str:
+    """A function of the module, because the loader's workers get it pickled."""
+    return sample["text"]
+
+
 def teach_stock() -> None:
     """Give TorchTitan's own llama3 the model and the text, through its public tables."""
     from torchtitan.hf_datasets import DatasetConfig
@@ -164,5 +169,5 @@ def teach_stock() -> None:
         rope_theta=500000, attn_type="flex", attn_mask_type="block_causal",
     )  # fmt: skip
     DATASETS["bundled"] = DatasetConfig(
-        path="", loader=load_stock_text, sample_processor=lambda sample: sample["text"]
+        path="", loader=load_stock_text, sample_processor=sample_text
     )

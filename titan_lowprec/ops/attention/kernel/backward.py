@@ -5,7 +5,6 @@ import triton.language as tl
 
 from titan_lowprec.ops.attention.kernel.tiles import (
     as_column_pairs,
-    as_columns,
     as_rows,
     cast_exponent_log2,
     fold_and_cast,
@@ -24,27 +23,21 @@ from titan_lowprec.ops.quantize.kernel import permute_token_pairs, scale_factor
 
 
 @triton.jit
-def _query_terms(terms_ptr, qs_ptr, column, tile, length, BLOCK_M: tl.constexpr,
-                 TOKEN: tl.constexpr):  # fmt: skip
-    """LSE and D of the queries from ``tile`` on, side by side, and their scales."""
-    at = column + tile
-    UNITS: tl.constexpr = BLOCK_M if TOKEN else BLOCK_M // 32
+def _query_terms(terms_ptr, column, tile, length, BLOCK_M: tl.constexpr):
+    """LSE and D of the queries from ``tile`` on, side by side."""
     pair = tl.arange(0, 2 * BLOCK_M)
-    terms = tl.load(terms_ptr + 2 * at + pair, mask=tile + pair // 2 < length, other=0.0)
-    unit = tl.arange(0, UNITS)
-    first = at if TOKEN else at // 32
-    inside = tile + unit * (BLOCK_M // UNITS) < length
-    scales = tl.load(qs_ptr + first + unit, mask=inside, other=0.0)
-    return terms, scales
+    at = terms_ptr + 2 * (column + tile) + pair
+    return tl.load(at, mask=tile + pair // 2 < length, other=0.0)
 
 
 @triton.jit
-def _query_factors(scales, BLOCK_M: tl.constexpr, TOKEN: tl.constexpr, WIDE: tl.constexpr):
+def _query_factors(qs_ptr, column, BLOCK_M: tl.constexpr, TOKEN: tl.constexpr,
+                   WIDE: tl.constexpr):  # fmt: skip
     """Factors of Q's scales, with NaN for scores and finite for the fold into U.
 
     WIDE scores know nothing of these scales: the first is then 1 or NaN, for dP.
     """
-    factor = as_columns(scales, BLOCK_M, TOKEN)
+    factor = load_columns(qs_ptr, column, BLOCK_M, TOKEN)
     finite = without_nan(factor)
     if WIDE:
         factor = nan_of(factor)
@@ -53,7 +46,7 @@ def _query_factors(scales, BLOCK_M: tl.constexpr, TOKEN: tl.constexpr, WIDE: tl.
 
 @triton.jit
 def _keys_step_fp8(
-    k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr, scales,
+    k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr, qs_ptr,
     terms, head, token, column, columns, first_key, first_query, length, masked,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr, WIDE: tl.constexpr,
@@ -63,7 +56,7 @@ def _keys_step_fp8(
     ``masked``, known at run time: some pairs of the tile do not attend.
     """
     BLOCKS: tl.constexpr = BLOCK_M // 32
-    q_factor, q_finite = _query_factors(scales, BLOCK_M, TOKEN, WIDE)
+    q_factor, q_finite = _query_factors(qs_ptr, column, BLOCK_M, TOKEN, WIDE)
     left = length - first_query
     lse, delta = as_column_pairs(terms, BLOCK_M, True)
     q = load_rows(q_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, False)
@@ -138,21 +131,18 @@ def _keys_of_head(
         diagonal = first_key // BLOCK_M * BLOCK_M
         whole = (tl.minimum(first_key + BLOCK_N, length) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
     if FP8:
-        # LSE, D and scales are carried from tile to tile: stages of them would leave room for one
-        # program a multiprocessor
-        terms, scales = _query_terms(terms_ptr, qs_ptr, column, diagonal, length, BLOCK_M, TOKEN)
+        # carried from tile to tile: stages of them would leave room for one program only
+        terms = _query_terms(terms_ptr, column, diagonal, length, BLOCK_M)
         for tile in tl.range(diagonal, length, BLOCK_M, num_stages=STAGES):
-            next_terms, next_scales = _query_terms(
-                terms_ptr, qs_ptr, column, tile + BLOCK_M, length, BLOCK_M, TOKEN
-            )
+            next_terms = _query_terms(terms_ptr, column, tile + BLOCK_M, length, BLOCK_M)
             masked = (tile < whole) | (tile + BLOCK_M > length)
             dk, dv = _keys_step_fp8(
                 k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr,
-                scales, terms, head, start + tile, column + tile,
+                qs_ptr, terms, head, start + tile, column + tile,
                 columns, first_key, tile, length, masked, H, BLOCK_M, BLOCK_N, D, BLOCK_D,
                 CAUSAL, TOKEN, WIDE,
             )  # fmt: skip
-            terms, scales = next_terms, next_scales
+            terms = next_terms
     else:
         rest = tl.maximum(whole, length // BLOCK_M * BLOCK_M)
         for tile in tl.range(whole, rest, BLOCK_M, num_stages=STAGES):

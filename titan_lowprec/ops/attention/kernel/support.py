@@ -42,15 +42,17 @@ def keys_launch(spec: AttentionSpec, head_dim: int) -> Launch:
     """Rows are keys, columns ``tile_q`` queries.
 
     Loads of a second stage are issued where the tile before has ended, so a third hides their
-    latency. Two programs of three stages just fit a multiprocessor if operands are 8-bit.
+    latency. Two programs of three stages just fit a multiprocessor if operands are 8-bit and the
+    scales are few.
     """
-    small = spec.recipe == "mxfp8" and spec.tile_q == 64 and head_dim != 96
-    return Launch(rows=64, warps=4, stages=3 if small else 2)
+    small = spec.recipe == "mxfp8" and spec.scales == "token_block" and spec.tile_q == 64
+    return Launch(rows=64, warps=4, stages=3 if small and head_dim != 96 else 2)
 
 
 def queries_launch(spec: AttentionSpec, head_dim: int) -> Launch:
-    """Rows are queries. With two stages of 64 keys, three programs fit a multiprocessor."""
-    return Launch(rows=64, warps=4, stages=2)
+    """Rows are queries. With two stages of 64 keys and few scales, three programs fit."""
+    strict = spec.recipe == "mxfp8" and spec.scales == "token" and spec.tile_k == 64
+    return Launch(rows=64, warps=4, stages=3 if strict else 2)
 
 
 def unsupported_reason(

@@ -25,15 +25,10 @@ def load_columns(ptr, column, COLUMNS: tl.constexpr, TOKEN: tl.constexpr):
     """
     if TOKEN:
         x = tl.load(ptr + column + tl.arange(0, COLUMNS))
+        x = tl.reshape(x, [1, COLUMNS // 32, 4, 4, 2])
     else:
-        x = tl.load(ptr + column // 32 + tl.arange(0, COLUMNS // 32))
-    return as_columns(x, COLUMNS, TOKEN)
-
-
-@triton.jit
-def as_columns(x, COLUMNS: tl.constexpr, TOKEN: tl.constexpr):
-    """Values of tokens, or without TOKEN of blocks, in the shape of ``load_columns``."""
-    return tl.reshape(x, [1, COLUMNS // 32, 4, 4, 2] if TOKEN else [1, COLUMNS // 32, 1, 1, 1])
+        x = tl.load(ptr + column // 32 + tl.arange(0, COLUMNS // 32))[None, :, None, None, None]
+    return x
 
 
 @triton.jit
