@@ -320,6 +320,6 @@ def backward_triton(
         saved.q_scale, k_scale, _scales(saved.v_scale, blocks, spec), g.scale_NH,
         saved.lse2_NH, g.terms_HC2, dq, query_items, *factors,
         BLOCK_M=queries.rows, BLOCK_N=spec.tile_k, STAGES=queries.stages,
-        num_warps=queries.warps, num_stages=queries.stages, **common,
+        num_warps=queries.warps, num_stages=queries.stages, maxnreg=queries.registers, **common,
     )  # fmt: skip
     return Gradients(dq, dk, dv)

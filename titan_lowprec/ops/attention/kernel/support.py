@@ -18,7 +18,8 @@ TILE_SIZES = (64, 128)
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Tile rows and columns (columns come from the specification), warps and pipeline stages.
+    """Tile rows (columns come from the specification), warps, pipeline stages and, where the
+    number of programs on a multiprocessor hangs on it, the most registers of a thread.
 
     One launch per recipe and head dimension, never a function of lengths or document counts: a
     document gets the same bits alone and in any row.
@@ -27,6 +28,7 @@ class Launch:
     rows: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 def forward_launch(spec: AttentionSpec, head_dim: int) -> Launch:
@@ -51,8 +53,11 @@ def keys_launch(spec: AttentionSpec, head_dim: int) -> Launch:
 
 def queries_launch(spec: AttentionSpec, head_dim: int) -> Launch:
     """Rows are queries. With two stages of 64 keys and few scales, three programs fit."""
-    strict = spec.recipe == "mxfp8" and spec.scales == "token" and spec.tile_k == 64
-    return Launch(rows=64, warps=4, stages=3 if strict else 2)
+    if spec.recipe != "mxfp8" or spec.tile_k != 64:
+        return Launch(rows=64, warps=4, stages=2)
+    if spec.scales == "token":
+        return Launch(rows=64, warps=4, stages=3)
+    return Launch(rows=64, warps=4, stages=2, registers=168)
 
 
 def unsupported_reason(
