@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 def test_interpreted_kernels_match_the_reference():
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
                str(HERE / "test_kernel.py"),
+               str(HERE.parent / "hadamard" / "test_product.py"),
                str(HERE.parent / "quantize" / "test_kernel.py"),
                str(HERE.parent / "quantize" / "test_kernel_nvfp4.py")]  # fmt: skip
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -66,6 +66,29 @@ def test_work_lists_put_the_longest_work_first_and_tails_last(name, order):
     assert not items[len(used) :, 1].any()
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_lists_made_at_once_are_the_lists_made_alone(name, count):
+    cu_seqlens, row_tokens = offsets(name)
+    total = row_tokens * cu_seqlens.shape[0]
+    lists = [(32, "document"), (64, "keys"), (128, "queries")][:count]
+    made = kernel.work_lists(cu_seqlens, total_tokens=total, lists=lists)
+    assert len(made) == count
+    for items, (unit, order) in zip(made, lists, strict=True):
+        alone = kernel.work_items(cu_seqlens, total_tokens=total, unit=unit, order=order)
+        assert torch.equal(items, alone)
+        if order != "document":
+            used = [item for item in items.tolist() if item[1] != 0]
+            assert used == expected_items(name, unit, order)
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_more_lists_than_a_launch_makes_are_refused(count):
+    cu_seqlens, row_tokens = offsets("ragged")
+    with pytest.raises(ValueError, match=f"one to three, got {count}"):
+        kernel.work_lists(cu_seqlens, total_tokens=row_tokens, lists=[(64, "keys")] * count)
+
+
 def transposed_by_hand(codes_NHD, blocks):
     """The documented layout of transposed codes, token by token, as bytes."""
     _, H, D = codes_NHD.shape
