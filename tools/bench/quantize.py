@@ -78,7 +78,7 @@ def ours(case: Case, inputs: Inputs) -> Workload:
     from titan_lowprec.ops.quantize import kernel
 
     x, N = inputs.x, inputs.x.shape[0]
-    blocks = kernel.work_items(inputs.cu_seqlens, total_tokens=N, unit=32, order="document")
+    (blocks,) = kernel.work_lists(inputs.cu_seqlens, total_tokens=N, lists=[(32, "document")])
     none = torch.empty(0, device=x.device)
     rotate = inputs.kind in ("rows", "codes")
     block_N = row_metadata(inputs.cu_seqlens, row_tokens=N).block_index_N

@@ -60,7 +60,7 @@ def expected_items(name, unit, order):
 def test_work_lists_put_the_longest_work_first_and_tails_last(name, order):
     cu_seqlens, row_tokens = offsets(name)
     total = row_tokens * cu_seqlens.shape[0]
-    items = kernel.work_items(cu_seqlens, total_tokens=total, unit=64, order=order)
+    (items,) = kernel.work_lists(cu_seqlens, total_tokens=total, lists=[(64, order)])
     used = [item for item in items.tolist() if item[1] != 0]
     assert used == expected_items(name, 64, order)
     assert not items[len(used) :, 1].any()
@@ -75,7 +75,7 @@ def test_lists_made_at_once_are_the_lists_made_alone(name, count):
     made = kernel.work_lists(cu_seqlens, total_tokens=total, lists=lists)
     assert len(made) == count
     for items, (unit, order) in zip(made, lists, strict=True):
-        alone = kernel.work_items(cu_seqlens, total_tokens=total, unit=unit, order=order)
+        (alone,) = kernel.work_lists(cu_seqlens, total_tokens=total, lists=[(unit, order)])
         assert torch.equal(items, alone)
         if order != "document":
             used = [item for item in items.tolist() if item[1] != 0]
@@ -140,7 +140,7 @@ def compare_with_reference(name, head_dim, rotate, scales, dtype):
     x = torch.randn(total, 3, head_dim) * torch.exp2(torch.randint(-30, 30, (total, 1, 1)).float())
     x[3, 0, 0], x[20, 1, 3], x[10:13] = torch.inf, torch.nan, 0.0
     x = x.to(dtype).to(DEVICE)
-    blocks = kernel.work_items(cu_seqlens, total_tokens=total, unit=32, order="document")
+    (blocks,) = kernel.work_lists(cu_seqlens, total_tokens=total, lists=[(32, "document")])
     with poisoned_allocations():
         actual = kernel.quantize_operand(x, blocks, scales=scales, rotate=rotate, transpose=True)
     block_N = row_metadata(cu_seqlens, row_tokens=row_tokens).block_index_N
@@ -158,7 +158,7 @@ def test_the_gradient_is_reduced_with_the_output_from_its_own_codes(scales):
     cu_seqlens, row_tokens = offsets("ragged")
     grad, out = (torch.randn(row_tokens, 2, 128, device=DEVICE).bfloat16() for _ in range(2))
     lse = torch.randn(row_tokens, 2, device=DEVICE)
-    blocks = kernel.work_items(cu_seqlens, total_tokens=row_tokens, unit=32, order="document")
+    (blocks,) = kernel.work_lists(cu_seqlens, total_tokens=row_tokens, lists=[(32, "document")])
     none = torch.empty(0, device=DEVICE)
     actual = kernel.quantize_gradient(grad, out, none, lse, blocks, scales=scales)
     metadata = row_metadata(cu_seqlens, row_tokens=row_tokens)

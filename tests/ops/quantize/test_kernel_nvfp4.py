@@ -31,7 +31,7 @@ BOUNDARIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def quantized(x_NHD, cu_seqlens, *, scales, rotate):
-    blocks = kernel.work_items(cu_seqlens, total_tokens=x_NHD.shape[0], unit=32, order="document")
+    (blocks,) = kernel.work_lists(cu_seqlens, total_tokens=x_NHD.shape[0], lists=[(32, "document")])
     with poisoned_allocations():
         return kernel.quantize_mixed_operand(x_NHD, blocks, scales=scales, rotate=rotate)
 

@@ -123,8 +123,10 @@ def _keys_of_head(
     D: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr, WIDE: tl.constexpr,
     CAUSAL: tl.constexpr, TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """All query tiles of one head. In bf16 the masked ones come last, in a loop of their own:
-    only they clean what they load."""
+    """All query tiles of one head.
+
+    In bf16 the masked ones come last, in a loop of their own: only they clean what they load.
+    """
     diagonal = 0
     whole = 0
     if CAUSAL:

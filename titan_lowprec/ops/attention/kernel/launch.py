@@ -23,6 +23,7 @@ from titan_lowprec.ops.attention.kernel.forward import attention_forward
 from titan_lowprec.ops.attention.kernel.support import (
     check_supported,
     forward_launch,
+    has_descriptors,
     keys_launch,
     queries_launch,
 )
@@ -44,7 +45,7 @@ from titan_lowprec.shapes import Float, Int32, Tensor
 def _rows(x_NHD: Tensor, rows: int) -> Tensor | TensorDescriptor:
     """Tokens of one head as tiles of ``rows``; a pointer where features need padding."""
     N, H, D = x_NHD.shape
-    if triton.next_power_of_2(D) != D:
+    if not has_descriptors(D):
         return x_NHD
     return TensorDescriptor(x_NHD, [N, H * D], [H * D, 1], [rows, D])
 
@@ -54,7 +55,7 @@ def _columns(x_HDC: Tensor, columns: int) -> Tensor | TensorDescriptor:
     if x_HDC.ndim != 3:
         return x_HDC
     H, D, C = x_HDC.shape
-    if triton.next_power_of_2(D) != D:
+    if not has_descriptors(D):
         return x_HDC
     return TensorDescriptor(x_HDC, [H * D, C], [C, 1], [D, columns])
 

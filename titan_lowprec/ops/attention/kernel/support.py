@@ -31,6 +31,11 @@ class Launch:
     registers: int | None = None
 
 
+def has_descriptors(head_dim: int) -> bool:
+    """Whether tiles are loaded with tensor descriptors; otherwise with pointers, padded."""
+    return head_dim & (head_dim - 1) == 0
+
+
 def forward_launch(spec: AttentionSpec, head_dim: int) -> Launch:
     """Rows are queries. Two programs of 64 rows share a multiprocessor and hide each other.
 
@@ -45,19 +50,22 @@ def keys_launch(spec: AttentionSpec, head_dim: int) -> Launch:
 
     Loads of a second stage are issued where the tile before has ended, so a third hides their
     latency. Two programs of three stages just fit a multiprocessor if operands are 8-bit and the
-    scales are few.
+    scales are few; with pointers their registers spill.
     """
     small = spec.recipe == "mxfp8" and spec.scales == "token_block" and spec.tile_q == 64
-    return Launch(rows=64, warps=4, stages=3 if small and head_dim != 96 else 2)
+    return Launch(rows=64, warps=4, stages=3 if small and has_descriptors(head_dim) else 2)
 
 
 def queries_launch(spec: AttentionSpec, head_dim: int) -> Launch:
-    """Rows are queries. With two stages of 64 keys and few scales, three programs fit."""
+    """Rows are queries. With two stages of 64 keys and few registers, three programs fit.
+
+    Strict scales and pointers need more registers: two programs then, and a third stage.
+    """
     if spec.recipe != "mxfp8" or spec.tile_k != 64:
         return Launch(rows=64, warps=4, stages=2)
-    if spec.scales == "token":
-        return Launch(rows=64, warps=4, stages=3)
-    return Launch(rows=64, warps=4, stages=2, registers=168)
+    if spec.scales == "token_block" and has_descriptors(head_dim):
+        return Launch(rows=64, warps=4, stages=2, registers=168)
+    return Launch(rows=64, warps=4, stages=3)
 
 
 def unsupported_reason(

@@ -17,7 +17,7 @@ from titan_lowprec.ops.quantize.kernel.quantize import (
     quantize_operand,
     transpose_codes,
 )
-from titan_lowprec.ops.quantize.kernel.work_items import TILE_BLOCKS, work_items, work_lists
+from titan_lowprec.ops.quantize.kernel.work_items import TILE_BLOCKS, work_lists
 
 __all__ = [
     "SUM_EXPONENT",
@@ -36,6 +36,5 @@ __all__ = [
     "scale_factor",
     "transpose_codes",
     "widen_nvfp4",
-    "work_items",
     "work_lists",
 ]

@@ -60,7 +60,7 @@ def scale_columns(
 
     Args:
         scale_NH: ue8m0 bytes, one a token and head.
-        blocks: ``work_items`` of ``unit=32``, ``order="document"``.
+        blocks: ``work_lists`` of ``(32, "document")``.
         scales: One column a token, or (``"token_block"``) one a block.
         fold: What fp8 weights of a softmax need of V's scales, instead of the scales.
 

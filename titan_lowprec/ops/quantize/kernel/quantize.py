@@ -81,7 +81,7 @@ def quantize_operand(
 
     Args:
         x_NHD: bf16 or fp32 values, contiguous.
-        blocks: ``work_items`` of ``unit=32``, ``order="document"``.
+        blocks: ``work_lists`` of ``(32, "document")``.
         scales: As in ``api.quantize_token_blocks``.
         rotate: Hadamard rotation over the head dimension first, in fp32.
         transpose: Write the transposed codes too (from the codes, if rotated).
@@ -137,7 +137,7 @@ def quantize_mixed_operand(
 
     Args:
         x_NHD: As in ``quantize_operand``; so the rest.
-        blocks: ``work_items`` of ``unit=32``, ``order="document"``.
+        blocks: ``work_lists`` of ``(32, "document")``.
         scales: Tokens that share an exponent of the token-block codes.
         rotate: Hadamard rotation over the head dimension first, in fp32.
 

@@ -125,21 +125,31 @@ def _work_lists(
 def work_lists(
     cu_seqlens_RM: Int32[Tensor, "R M1"], *, total_tokens: int, lists: Sequence[tuple[int, str]]
 ) -> list[Int32[Tensor, "items 4"]]:
-    """Make up to three lists of work items at once, on the device and without a host sync.
+    """List units of tokens of all documents, on the device and without a host sync.
 
     Args:
         cu_seqlens_RM: Document offsets of each row, relative to the row.
         total_tokens: Tokens of all rows together.
-        lists: Unit and order of each list, as for ``work_items``.
+        lists: One to three lists, made at once; of each its unit and its order. Unit: tokens,
+            counted from the start of each document. Order: ``document``: as they lie. The others
+            put the longest work first: ``queries`` and ``keys`` for units of queries and keys
+            under a causal mask, ``full`` without one.
+
+    Returns:
+        ``ITEM_FIELDS`` numbers an item, for as many items as any layout of these sizes needs
+        (each document and each tail adds at most one partial unit). Tails (tokens past a row's
+        last document) come as documents of negative length, after all others unless the order is
+        ``document``; unused slots have length 0 and count on from 0 in the third field.
 
     Raises:
         ValueError: There are no lists, or more than three.
 
     Numerics:
-        As ``work_items``.
+        Integers. An item's rank counts the items of more work and the equal ones before it, so
+        the order is a function of the offsets alone.
 
     Source:
-        As ``work_items``.
+        arXiv:2611.03344, section 3.6 and appendix B.6 (longest first over the whole batch).
     """
     if not 1 <= len(lists) <= 3:
         raise ValueError(f"lists must be one to three, got {len(lists)}")
@@ -148,7 +158,7 @@ def work_lists(
     for unit, order in lists:
         capacity = total_tokens // unit + R * M1 + (TILE_BLOCKS if order == "document" else 0)
         made.append(cu_seqlens_RM.new_empty((capacity, ITEM_FIELDS)))
-    three = [0, *range(1, len(lists)), 0, 0][:3]
+    three = [min(n, len(lists) - 1) for n in range(3)]  # no program makes those past the last
     capacities = [made[n].shape[0] for n in three]
     units, orders = zip(*(lists[n] for n in three), strict=True)
     _work_lists[(triton.cdiv(max(capacities), _ITEMS_PER_PROGRAM), len(lists))](
@@ -159,31 +169,3 @@ def work_lists(
         CHUNK=_DOCUMENT_CHUNK, SLOTS=_ITEMS_PER_PROGRAM,
     )  # fmt: skip
     return made
-
-
-def work_items(
-    cu_seqlens_RM: Int32[Tensor, "R M1"], *, total_tokens: int, unit: int, order: str
-) -> Int32[Tensor, "items 4"]:
-    """List units of ``unit`` tokens of all documents, on the device and without a host sync.
-
-    Args:
-        cu_seqlens_RM: Document offsets of each row, relative to the row.
-        total_tokens: Tokens of all rows together.
-        unit: Tokens of a unit, counted from the start of each document.
-        order: ``document``: as they lie. The others put the longest work first: ``queries`` and
-            ``keys`` for units of queries and keys under a causal mask, ``full`` without one.
-
-    Returns:
-        ``ITEM_FIELDS`` numbers an item, for as many items as any layout of these sizes needs
-        (each document and each tail adds at most one partial unit). Tails (tokens past a row's
-        last document) come as documents of negative length, after all others unless the order is
-        ``document``; unused slots have length 0 and count on from 0 in the third field.
-
-    Numerics:
-        Integers. An item's rank counts the items of more work and the equal ones before it, so
-        the order is a function of the offsets alone.
-
-    Source:
-        arXiv:2611.03344, section 3.6 and appendix B.6 (longest first over the whole batch).
-    """
-    return work_lists(cu_seqlens_RM, total_tokens=total_tokens, lists=[(unit, order)])[0]
