@@ -249,7 +249,7 @@ def forward_triton(
         FP8=spec.quantised, WIDE=spec.recipe == "nvfp4_mixed",
         CAUSAL=spec.mask == "causal", TOKEN=spec.scales == "token",
         RESIDUAL=residual, WEIGHT_EXPONENT=spec.weight_exponent, MAX_LAG=spec.max_lag,
-        num_warps=launch.warps, num_stages=launch.stages,
+        num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers,
     )  # fmt: skip
     return Saved(out_NHD=out, lse2_NH=lse2, out_low=low, **slots)
 
@@ -312,7 +312,7 @@ def backward_triton(
         _scales(saved.q_scale, blocks, spec), saved.k_scale, saved.v_scale,
         g.terms_HC2, dk, dv, key_items, *factors,
         BLOCK_M=spec.tile_q, BLOCK_N=keys.rows, STAGES=keys.stages,
-        num_warps=keys.warps, num_stages=keys.stages, **common,
+        num_warps=keys.warps, num_stages=keys.stages, maxnreg=keys.registers, **common,
     )  # fmt: skip
     attention_backward_queries[(query_items.shape[0], H)](
         _rows(q, queries.rows), _rows(k, spec.tile_k),

@@ -37,10 +37,14 @@ def has_descriptors(head_dim: int) -> bool:
 
 
 def forward_launch(spec: AttentionSpec, head_dim: int) -> Launch:
-    """Rows are queries. Two programs of 64 rows share a multiprocessor and hide each other.
+    """Rows are queries. Three programs of 64 rows share a multiprocessor and hide each other.
 
-    Wide tiles of 128 keys in three stages would leave room for one.
+    Wide tiles of 128 keys in three stages would leave room for one. With 64 features five programs
+    fit (strict scales: four).
     """
+    if spec.recipe == "mxfp8" and spec.tile_k == 64 and head_dim == 64:
+        strict = spec.scales == "token"
+        return Launch(rows=64, warps=4, stages=2, registers=128 if strict else 96)
     large = spec.recipe == "nvfp4_mixed" and spec.tile_k == 128
     return Launch(rows=64, warps=4, stages=2 if large else 3)
 
@@ -50,22 +54,29 @@ def keys_launch(spec: AttentionSpec, head_dim: int) -> Launch:
 
     Loads of a second stage are issued where the tile before has ended, so a third hides their
     latency. Two programs of three stages just fit a multiprocessor if operands are 8-bit and the
-    scales are few; with pointers their registers spill.
+    scales are few; with pointers their registers spill. With 64 features a third program does more
+    than a third stage.
     """
-    small = spec.recipe == "mxfp8" and spec.scales == "token_block" and spec.tile_q == 64
-    return Launch(rows=64, warps=4, stages=3 if small and has_descriptors(head_dim) else 2)
+    if spec.recipe != "mxfp8" or spec.tile_q != 64 or not has_descriptors(head_dim):
+        return Launch(rows=64, warps=4, stages=2)
+    if head_dim == 64:
+        return Launch(rows=64, warps=4, stages=2, registers=168)
+    return Launch(rows=64, warps=4, stages=3 if spec.scales == "token_block" else 2)
 
 
 def queries_launch(spec: AttentionSpec, head_dim: int) -> Launch:
-    """Rows are queries. With two stages of 64 keys and few registers, three programs fit.
+    """Rows are queries. With two stages and few registers three programs fit, four of 64 features.
 
     Strict scales and pointers need more registers: two programs then, and a third stage.
     """
-    if spec.recipe != "mxfp8" or spec.tile_k != 64:
+    if spec.recipe != "mxfp8":
         return Launch(rows=64, warps=4, stages=2)
     if spec.scales == "token_block" and has_descriptors(head_dim):
-        return Launch(rows=64, warps=4, stages=2, registers=168)
-    return Launch(rows=64, warps=4, stages=3)
+        small = head_dim == 64
+        if spec.tile_k == 64:
+            return Launch(rows=64, warps=4, stages=2, registers=128 if small else 168)
+        return Launch(rows=64, warps=4, stages=2, registers=168 if small else None)
+    return Launch(rows=64, warps=4, stages=3 if spec.tile_k == 64 else 2)
 
 
 def unsupported_reason(
