@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from titan_lowprec.ops.attention.kernel import launch  # noqa: E402
-from titan_lowprec.ops.attention.spec import AttentionSpec  # noqa: E402
-from titan_lowprec.testing.cases import PackedCase, packed_inputs  # noqa: E402
+from titan_lowprec.ops.attention.kernel import launch
+from titan_lowprec.ops.attention.spec import AttentionSpec
+from titan_lowprec.testing.cases import PackedCase, packed_inputs
 
 pytestmark = pytest.mark.gpu
 
