@@ -32,7 +32,7 @@ class LowprecAttention(Attention):
     def forward(
         self,
         x: Float[Tensor, "B T E"],
-        freqs_cis: Float[Tensor, "R T F 2"],
+        freqs_cis: Float[Tensor, "R T 2 D"],
         attention_masks: Int32[Tensor, "B M"],
         positions: Int[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B T E"]:
@@ -137,8 +137,8 @@ class LowprecLlama(Transformer):
 
     def rotation(
         self, positions: Int[Tensor, "B T"] | None, *, tokens: int
-    ) -> Float[Tensor, "R T F 2"]:
-        """What every layer takes as ``freqs_cis``: ``(B, T, D / 2, 2)``, or one row for all."""
+    ) -> Float[Tensor, "R T 2 D"]:
+        """What every layer takes as ``freqs_cis``: ``(B, T, 2, D)``, or one row for all."""
         return rotation_of(self.freqs_cis, positions, tokens=tokens)
 
     def forward(

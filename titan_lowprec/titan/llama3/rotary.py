@@ -10,21 +10,29 @@ from titan_lowprec.shapes import Float, Int, Tensor
 
 def rotation_of(
     freqs_cis_SF: Tensor, positions_RT: Int[Tensor, "R T"] | None, *, tokens: int
-) -> Float[Tensor, "R T F 2"]:
-    """Cosine and sine of each token, gathered once for all layers.
+) -> Float[Tensor, "R T 2 D"]:
+    """Factors of each token, gathered once for all layers.
 
     Args:
         freqs_cis_SF: Complex fp32 factors of every position and feature pair.
         positions_RT: Position of each token; None counts from 0, the same for every row (R = 1).
         tokens: T.
+
+    Returns:
+        For each feature the factor of itself, a cosine, and that of its partner, a sine with its
+        sign: so written out, a compiled rotation reads whole words.
     """
     if positions_RT is None:
-        return torch.view_as_real(freqs_cis_SF[:tokens])[None]
-    return torch.view_as_real(freqs_cis_SF)[positions_RT]
+        pairs_RTF2 = torch.view_as_real(freqs_cis_SF[:tokens])[None]
+    else:
+        pairs_RTF2 = torch.view_as_real(freqs_cis_SF)[positions_RT]
+    cosine, sine = pairs_RTF2.unbind(-1)
+    across = torch.stack([-sine, sine], -1).flatten(-2)
+    return torch.stack([cosine.repeat_interleave(2, -1), across], -2)
 
 
 def rotate(
-    x_BTHD: Float[Tensor, "B T H D"], rotation_RTF2: Float[Tensor, "R T F 2"]
+    x_BTHD: Float[Tensor, "B T H D"], rotation_RT2D: Float[Tensor, "R T 2 D"]
 ) -> Float[Tensor, "B T H D"]:
     """Rotate each feature pair (2f, 2f + 1) by its angle, in fp32; the result has x's type.
 
@@ -35,7 +43,7 @@ def rotate(
     Source:
         RoFormer (arXiv:2104.09864), section 3.4.2, with pairs as in Llama's weights.
     """
-    even, odd = x_BTHD.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cosine, sine = rotation_RTF2[:, :, None].unbind(-1)
-    rotated = torch.stack([even * cosine - odd * sine, even * sine + odd * cosine], -1)
-    return rotated.flatten(-2).type_as(x_BTHD)
+    x = x_BTHD.float()
+    partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    along, across = rotation_RT2D[:, :, None].unbind(-2)
+    return (x * along + partner * across).type_as(x_BTHD)
