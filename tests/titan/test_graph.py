@@ -64,7 +64,6 @@ def assert_same_bits(replayed, eager):
 
 VARIANTS = {
     "fsdp2": ("--parallelism.one_process=fsdp2",),
-    "kept-casts": ("--parallelism.fsdp_reshard_after_forward=never",),
     "mxfp8": ("--attention.recipe=mxfp8",),
     "bf16-chunked": (
         "--attention.recipe=bf16",

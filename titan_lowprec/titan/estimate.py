@@ -8,6 +8,7 @@ import torch
 from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_lowprec.titan.merged_config import MergedJobConfig
+from titan_lowprec.titan.parallelize import resolve_one_process
 
 LOGIT_BYTES = {"logits_fp32": 12, "logits_bf16": 6}
 """Bytes per logit at the peak of the loss: bf16 logits and their gradient, and for fp32 the fp32
@@ -77,7 +78,7 @@ def memory_estimate(job_config: MergedJobConfig, *, world_size: int) -> MemoryEs
     * parameters ``w P / (s t)``, gradients the same, AdamW's two moments twice that;
     * gathered by FSDP in ``mixed_precision_param`` (``c`` bytes): two layers and the larger of
       embedding and head, ``c (2 P_layer + P_embedding) / t``; all of ``P`` under
-      ``fsdp_reshard_after_forward = "never"``;
+      ``fsdp_reshard_after_forward = "never"`` where FSDP2 gathers;
     * activations of one microbatch, see ``activation_bytes``, divided by ``t``;
     * logits ``12 V`` bytes a token (``logits_fp32``), ``6 V`` (``logits_bf16``), or of
       ``chunk_rows`` rows plus an fp32 gradient of the head, both divided by ``t``
@@ -95,7 +96,8 @@ def memory_estimate(job_config: MergedJobConfig, *, world_size: int) -> MemoryEs
     compute_width = 2 if training.mixed_precision_param == "bfloat16" else 4
     parameters = width * size.parameters // (shards * degree)
     gathered = 2 * size.largest_block + size.embedding
-    if parallelism.fsdp_reshard_after_forward == "never":
+    sharded = resolve_one_process(job_config, world_size=world_size) == "fsdp2"
+    if sharded and parallelism.fsdp_reshard_after_forward == "never":
         gathered = size.parameters
     return MemoryEstimate(
         parameters=parameters,

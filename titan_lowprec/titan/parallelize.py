@@ -52,9 +52,8 @@ def parallelize_llama(
     return model
 
 
-def units_of(model: nn.Module, job_config: MergedJobConfig) -> dict[tuple[nn.Module, ...], bool]:
+def units_of(model: nn.Module, policy: str) -> dict[tuple[nn.Module, ...], bool]:
     """What is cast and gathered together, and whether that is undone after the forward."""
-    policy = job_config.parallelism.fsdp_reshard_after_forward
     embedding, norm, output = (
         model.get_submodule(name) for name in ("tok_embeddings", "norm", "output")
     )
@@ -80,7 +79,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, job_config: MergedJobConfig) -> No
     }
     if training.enable_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
-    for modules, reshard in units_of(model, job_config).items():
+    policy = job_config.parallelism.fsdp_reshard_after_forward
+    for modules, reshard in units_of(model, policy).items():
         fully_shard(list(modules), reshard_after_forward=reshard, **options)
     fully_shard(model, **options)
     sum_gradients(model, mesh)
@@ -88,9 +88,13 @@ def shard(model: nn.Module, mesh: DeviceMesh, job_config: MergedJobConfig) -> No
 
 
 def hold_in_one_process(model: nn.Module, mesh: DeviceMesh, job_config: MergedJobConfig) -> None:
-    """FSDP2's numbers in one process, without collectives with itself."""
+    """FSDP2's numbers in one process, without collectives with itself.
+
+    Casts are freed after the forward whatever ``fsdp_reshard_after_forward`` says: to make them
+    again costs one pass over the parameters, and no communication.
+    """
     training = job_config.training
-    units = units_of(model, job_config).items()
+    units = units_of(model, "default").items()
     hold_whole(
         model,
         {module: reshard for modules, reshard in units for module in modules},
