@@ -2,13 +2,15 @@
 
     python tools/predict_scaling.py
 
-`tools/bench/results/scaling_h200.jsonl` has the step of one GPU with one microbatch and the rates
-of collectives between two GPUs, for messages of a layer and of the embedding; the lowest is taken.
-Not measured, printed above the tables: the optimizer's share of the step (its bytes at copy speed),
-the rate across hosts and the latency of a hop. `titan_lowprec/titan/step_time.py` is the model.
+`tools/bench/results/scaling_h200.jsonl` has the step of one GPU with two microbatches, that of two
+GPUs with the same rows, and the rates of collectives between two GPUs, for messages of a layer and
+of the embedding; the lowest is taken. Not measured, printed above the tables: the optimizer's share
+of the step (its bytes at copy speed), the rate across hosts and the latency of a hop.
+`titan_lowprec/titan/step_time.py` is the model.
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
 from pathlib import Path
@@ -21,6 +23,7 @@ LLAMA_1B = ShardedModel(
     parameters=1_498_482_688,
     first_group=128_256 * 2048,
     groups=18,
+    gathers=1,
     gather_bytes=2,
     reduce_bytes=4,
 )
@@ -41,32 +44,49 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def step_s(records: list[dict], recipe: str, *, gpus: int, rows: int) -> float:
-    """Median step of one measured run."""
+KEPT_WEIGHTS = ["--parallelism.fsdp_reshard_after_forward never"]
+
+
+def step_s(records: list[dict], recipe: str, *, gpus: int, options: list[str]) -> float:
+    """Median step of runs of two microbatches on one GPU, or one on each of two."""
+    rows = 2 * ROWS_PER_MICROBATCH
     found = [
         one["step_s"]
         for one in records
         if one["op"] == "step"
         and (one["recipe"], one["gpus"], one["rows_per_step"]) == (recipe, gpus, rows)
+        and one.get("options", []) == options
     ]
     if not found:
-        raise SystemExit(f"{RECORDS}: no step of {recipe} on {gpus} GPUs with {rows} rows")
+        raise SystemExit(
+            f"{RECORDS}: no step of {recipe} on {gpus} GPUs with {rows} rows and options {options}"
+        )
     return statistics.median(found)
 
 
 def measured_parts(records: list[dict], arguments: argparse.Namespace) -> MeasuredParts:
-    """Take the optimizer's bytes out of one GPU's step, and the lowest rate for the link."""
+    """Take the optimizer's bytes out of one GPU's step, and the lowest rate for the link.
+
+    What two GPUs take beyond the model without it is ``sharding_s``.
+    """
     update_s = UPDATE_BYTES * LLAMA_1B.parameters / COPY_RATE
-    one_s = step_s(records, arguments.recipe, gpus=1, rows=ROWS_PER_MICROBATCH)
     rates = [r["rate"] for r in records if r["op"] in ("all_gather", "reduce_scatter")]
-    return MeasuredParts(
-        compute_s=one_s - update_s,
+    parts = MeasuredParts(
+        compute_s=(step_s(records, arguments.recipe, gpus=1, options=[]) - update_s) / 2,
+        sharding_s=0.0,
         update_s=update_s,
         fixed_s=0.0,
         link_rate=min(rates),
         network_rate=arguments.network_rate,
         hop_s=arguments.hop_us * 1e-6,
     )
+    two = predict(
+        parts, LLAMA_1B, gpus=2, shards=2, gpus_per_host=GPUS_PER_HOST,
+        rows_per_step=2 * ROWS_PER_MICROBATCH, rows_per_microbatch=ROWS_PER_MICROBATCH,
+        tokens_per_row=TOKENS_PER_ROW,
+    )  # fmt: skip
+    measured = step_s(records, arguments.recipe, gpus=2, options=KEPT_WEIGHTS)
+    return dataclasses.replace(parts, sharding_s=measured - two.step_s)
 
 
 def main() -> None:
@@ -74,9 +94,9 @@ def main() -> None:
     records = [json.loads(line) for line in RECORDS.read_text().splitlines()]
     parts = measured_parts(records, arguments)
     print(
-        f"{arguments.recipe}: step of one GPU with one microbatch of {ROWS_PER_MICROBATCH} rows "
-        f"{(parts.compute_s + parts.update_s) * 1e3:.1f} ms, link {parts.link_rate / 1e9:.0f} "
-        f"GB/s. Assumed: optimizer {parts.update_s * 1e3:.1f} ms of it, "
+        f"{arguments.recipe}: a microbatch of {ROWS_PER_MICROBATCH} rows on one GPU "
+        f"{parts.compute_s * 1e3:.1f} ms, sharded {parts.sharding_s * 1e3:.1f} ms more, link "
+        f"{parts.link_rate / 1e9:.0f} GB/s. Assumed: optimizer {parts.update_s * 1e3:.1f} ms, "
         f"{parts.network_rate / 1e9:.0f} GB/s a GPU across hosts, "
         f"{parts.hop_s * 1e6:.0f} us a hop.\n"
     )

@@ -2,13 +2,13 @@
 
 One step is ``A`` microbatches, then the optimizer:
 
-    step = A (compute + exposed) + update / shards + fixed
+    step = A (compute + sharding + exposed) + update / shards + fixed
 
-``exposed`` is what FSDP2 cannot hide of a microbatch's communication: the first gather and the
-last reduction (both of the embedding, the model's first group), and whatever the collectives take
-beyond the compute they run beside. A ring over ``s`` shards moves ``(s - 1) / s`` of the bytes
-through each GPU and passes ``s - 1`` hops; replicas add one all-reduce of a shard's gradients a
-step.
+``sharding`` is what FSDP2 adds to the compute where there are shards. ``exposed`` is what it cannot
+hide of a microbatch's communication: the first gather and the last reduction (both of the embedding,
+the model's first group), and whatever the collectives take beyond the compute they run beside. A
+ring over ``s`` shards moves ``(s - 1) / s`` of the bytes through each GPU and passes ``s - 1`` hops;
+replicas add one all-reduce of a shard's gradients a step.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,9 @@ class MeasuredParts:
 
     compute_s: float
     """Forward and backward of one microbatch on one GPU, without communication."""
+    sharding_s: float
+    """What FSDP2 adds to it on several GPUs beyond exposed communication: copies into and out of
+    its buffers, and kernels that run beside collectives."""
     update_s: float
     """Gradient norm and optimizer on one GPU that holds all parameters."""
     fixed_s: float
@@ -41,6 +44,9 @@ class ShardedModel:
     first_group: int
     """Parameters of the group that is gathered first and reduced last."""
     groups: int
+    gathers: int
+    """Gathers of a microbatch: 2, or 1 where weights are kept for the backward
+    (``fsdp_reshard_after_forward = "never"``)."""
     gather_bytes: int
     """Bytes of a gathered parameter."""
     reduce_bytes: int
@@ -105,7 +111,7 @@ def predict(
     )
     gather = _collective_s(parts, gathered, shards, rate, model.groups)
     reduce = _collective_s(parts, reduced, shards, rate, model.groups)
-    communication = 2 * gather + reduce  # parameters are gathered again for the backward
+    communication = model.gathers * gather + reduce
     first_and_last = (gather + reduce) * model.first_group / model.parameters
     exposed = first_and_last + max(0.0, communication - first_and_last - parts.compute_s)
     replicas = gpus // shards
@@ -113,7 +119,8 @@ def predict(
     shard_bytes = reduced / shards
     # An all-reduce is a reduction and a gather.
     replicate = 2 * _collective_s(parts, shard_bytes, replicas, across, model.groups)
-    busy = microbatches * (parts.compute_s + exposed)
+    sharding = parts.sharding_s if shards > 1 else 0.0
+    busy = microbatches * (parts.compute_s + sharding + exposed)
     step = busy + replicate + parts.update_s / shards + parts.fixed_s
     alone = microbatches * parts.compute_s + parts.update_s + parts.fixed_s
     return Prediction(
