@@ -4,11 +4,11 @@ One step is ``A`` microbatches, then the optimizer:
 
     step = A (compute + sharding + exposed) + update / shards + fixed
 
-``sharding`` is what FSDP2 adds to the compute where there are shards. ``exposed`` is what it cannot
-hide of a microbatch's communication: the first gather and the last reduction (both of the embedding,
-the model's first group), and whatever the collectives take beyond the compute they run beside. A
-ring over ``s`` shards moves ``(s - 1) / s`` of the bytes through each GPU and passes ``s - 1`` hops;
-replicas add one all-reduce of a shard's gradients a step.
+``sharding`` is what FSDP2 adds to the compute where there are shards. ``exposed`` is what it
+cannot hide of a microbatch's communication: the first gather and the last reduction (both of the
+embedding, the model's first group), and whatever the collectives take beyond the compute they run
+beside. A ring over ``s`` shards moves ``(s - 1) / s`` of the bytes through each GPU and passes
+``s - 1`` hops; replicas add one all-reduce of a shard's gradients a step.
 """
 
 from collections.abc import Sequence
