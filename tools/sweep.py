@@ -81,6 +81,10 @@ def slots(
     """The machine's GPUs, or its cores."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError('matrix.device is "cuda" and must find a GPU, got none; use --dry-run')
+    if options.devices and not torch.cuda.is_available():
+        raise ValueError(f"--devices {options.devices} must be GPUs, got none; use --jobs on a CPU")
+    if options.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, got {options.jobs}; raise it")
     devices = options.devices or os.environ.get("CUDA_VISIBLE_DEVICES")
     if not devices:
         devices = ",".join(map(str, range(torch.cuda.device_count())))
@@ -104,6 +108,17 @@ def show_status(runs: list[Run]) -> None:
         step = f"{run_state.last_step(run.folder)}/{run.steps}"
         rows.append((run.name, state.status, step, f"{state.seconds:.0f} s", state.reason))
     print(markdown_table(("run", "status", "step", "time", "reason"), rows))
+
+
+def opening(matrix: Matrix, chosen: list[Run], waiting: list[Run], at_once: int) -> str:
+    """How many runs are to do, and why others that are not finished are left out."""
+    left = [run_state.read_state(run).status for run in chosen if run not in waiting]
+    text = f"{matrix.name}: {len(chosen)} runs, {len(waiting)} to do, {at_once} at once"
+    if count := left.count("failed"):
+        text += f"; {count} failed before (--retry-failed runs them again)"
+    if count := left.count("running"):
+        text += f"; {count} under way elsewhere (start again when they have ended)"
+    return text
 
 
 def leave(options: argparse.Namespace, matrix: Matrix, runs: list[Run], folder: Path) -> int:
@@ -171,21 +186,22 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     waiting = runner.to_do(chosen, retry_failed=options.retry_failed)
-    print(f"{matrix.name}: {len(chosen)} runs, {len(waiting)} to do, {len(places)} at once")
+    print(opening(matrix, chosen, waiting, len(places)))
     sweep = runner.Sweep(
         waiting,
         places,
         processes=matrix.processes,
         name=matrix.name,
+        retry_failed=options.retry_failed,
         show=lambda line: print(line, flush=True),
     )
-    good = sweep.run(stop=stop)
+    sweep.run(stop=stop)
     from titan_lowprec.titan.metrics_file import read_metrics
 
     results = summarise(matrix, load_histories(runs, read_metrics))
     print(f"report: {write_report(results, folder)}")
     show_status(chosen)
-    return 0 if good else 1
+    return 0 if all(run_state.read_state(run).status == "finished" for run in chosen) else 1
 
 
 if __name__ == "__main__":

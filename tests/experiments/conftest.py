@@ -33,11 +33,12 @@ data_order = "per_seed"
 """
 AXES = '[axes]\n"attention.recipe" = ["bf16", "mxfp8"]\n'
 FAKE_TRAINER = """
-import json, pathlib, signal, sys, time, tomllib
+import json, os, pathlib, signal, sys, time, tomllib
 recipe = tomllib.loads(pathlib.Path(sys.argv[1]).read_text())
 folder = pathlib.Path(recipe["job"]["dump_folder"])
 behaviour = {behaviour!r}.get(folder.parent.name, "")
 saved = folder / "checkpoint"
+(folder / "pid").write_text(str(os.getpid()))
 first = int(saved.read_text()) if saved.exists() else 0
 def stop(*_):
     sys.exit(143)
@@ -57,7 +58,7 @@ for step in range(first + 1, recipe["training"]["steps"] + 1):
         file.write(json.dumps(line) + "\\n")
     (folder / "saving").write_text(str(step))
     (folder / "saving").replace(saved)  # a signal in between leaves the last checkpoint whole
-    if behaviour == "hang" and step == 2:
+    if step == {{"hang": 2, "hang late": 4}}.get(behaviour):
         time.sleep(600)
 """
 
@@ -99,7 +100,7 @@ class Workshop:
         script.write_text(FAKE_TRAINER.format(behaviour=behaviour))
         return script
 
-    def sweep(self, runs, *, slots=1, stop=None, behaviour=None, grace_s=10.0):
+    def sweep(self, runs, *, slots=1, stop=None, behaviour=None, grace_s=10.0, retry_failed=True):
         """Run with the stand-in trainer; returns whether all finished, and what was shown."""
         script = self.trainer(behaviour or {})
         shown = []
@@ -109,6 +110,7 @@ class Workshop:
             processes=1,
             name="sweep",
             command=lambda recipe, processes: [sys.executable, "-S", str(script), str(recipe)],
+            retry_failed=retry_failed,
             show=shown.append,
         )
         good = sweep.run(stop=stop or threading.Event(), poll_s=0.02, show_s=0.05, grace_s=grace_s)

@@ -145,6 +145,41 @@ REFUSED = {
     "folder in set": (HEAD + '[set]\n"job.dump_folder" = "x"\n' + AXES, "job.dump_folder"),
     "axis of lists": (HEAD + AXES + '"data.paths" = [["a"], ["b"]]\n', r"name others in \[choices"),
     "axis of one": (HEAD + AXES + '"data.packer" = "concat"\n', "must be a list of values"),
+    "set of a value": ("set = 3\n" + HEAD + AXES, "set must be a table, got 3"),
+    "matrix twice": (HEAD.replace("[matrix]", "[[matrix]]") + AXES, "matrix must be a table"),
+    "axes twice": (HEAD + "[[axes]]\nx = [1]\n", "axes must be a table"),
+    "choices of a value": (HEAD + AXES + "[choices]\nx = 3\n", "choices must be a table of tables"),
+    "choice of a value": (
+        HEAD + AXES + "[choices.x]\na = 3\n",
+        "choices must be a table of tables",
+    ),
+    "choices without labels": (HEAD + AXES + "[choices.x]\n", "must have labels, got none for .*x"),
+    "include once": (HEAD + AXES + '[include]\nname = "x"\n', "include must be a list of tables"),
+    "exclude once": (HEAD + AXES + "[exclude]\nx = 1\n", "exclude must be a list of tables"),
+    "name of a number": (HEAD + AXES + "[[include]]\nname = 3\n", "name must be a string"),
+    "no arms": (HEAD, "a matrix must have arms, got none"),
+    "infinite difference": (HEAD.replace("0.05", "inf") + AXES, "a number of nats.*got inf"),
+    "key under a value": (
+        HEAD + '[set]\n"training.steps.more" = 1\n' + AXES,
+        "must lie in tables, got 'training.steps.more'",
+    ),
+    "nan in a recipe": (
+        HEAD + '[set]\n"attention.weight_exponent" = nan\n' + AXES,
+        "recipe=bf16: ",
+    ),
+    "key of two axes": (
+        HEAD.replace("recipe=bf16", "recipe=bf16,a")
+        + AXES
+        + '[choices.x]\na = {}\nb = { "attention.recipe" = "fp32" }\n',
+        "by one axis, got attention.recipe set by attention.recipe and x",
+    ),
+    **{
+        f"arm called {name}": (
+            HEAD + AXES + f'[[include]]\nname = "{name}"\n',
+            "not be those of the sweep's own files",
+        )
+        for name in ("jobs", "runs.json", "plan.json", "report.html")
+    },
     "broken TOML": ("[matrix\n", "must be TOML, got a syntax error"),
 }
 

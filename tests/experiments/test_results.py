@@ -195,6 +195,61 @@ def test_an_arm_that_diverged_is_not_acceptable(workshop):
     assert row.verdict == "not acceptable (loss not finite)"
 
 
+@pytest.mark.parametrize("bad", [(math.inf, -math.inf), (math.inf, math.nan), (-math.inf, 1.0)])
+def test_infinite_values_of_any_sign_have_an_estimate_without_interval(bad):
+    result = estimate([1.0, *bad])
+    assert not math.isfinite(result.mean) and (result.spread, result.low) == (None, None)
+
+
+def test_seeds_that_diverge_in_the_arm_and_in_the_baseline_leave_a_table(workshop):
+    losses = {"recipe=bf16/seed0": math.inf, "recipe=bf16/seed1": 3.0}
+    losses |= {"recipe=mxfp8/seed0": 3.0, "recipe=mxfp8/seed1": math.inf}
+    record_all(workshop, losses)
+    row = arm(results_of(workshop), "recipe=mxfp8")
+    assert row.verdict == "undecided (the baseline's loss is not finite)"
+
+
+GROWN = {
+    "an arm more": (HEAD + AXES.replace('"mxfp8"]', '"mxfp8", "fp32"]'), "recipe=fp32", [0, 1]),
+    "a seed more": (HEAD.replace("[0, 1]", "[0, 1, 2]") + AXES, "recipe=mxfp8", [2]),
+    "another setting": (HEAD + '[set]\n"training.steps" = 6\n' + AXES, "recipe=mxfp8", [0, 1]),
+}
+
+
+@pytest.mark.parametrize("case", GROWN)
+def test_runs_from_before_the_matrix_changed_decide_nothing_about_it(workshop, case):
+    old = workshop.resolve()
+    for run in old:
+        workshop.record(run, [9.0, 8.0, 7.0, 6.0, 3.0])
+    text, name, missing = GROWN[case]
+    results = summarise(workshop.matrix(text), load_histories(old, read_metrics))
+    row = arm(results, name)
+    assert row.verdict.startswith("incomplete")
+    lines = [f"seed {seed}: no run of the matrix as it is now" for seed in missing]
+    assert list(row.problems) == lines
+
+
+def test_arm_that_left_the_matrix_is_in_neither_table_nor_curves(workshop):
+    wide = HEAD + AXES.replace('"mxfp8"]', '"mxfp8", "fp32"]')
+    old = workshop.resolve(wide)
+    for run in old:
+        workshop.record(run, [9.0, 8.0, 7.0, 6.0, 3.0])
+    results = summarise(workshop.matrix(), load_histories(old, read_metrics))
+    assert {item.run.arm for item in results.histories} == {"recipe=bf16", "recipe=mxfp8"}
+    assert [row.arm for row in results.arms] == ["recipe=bf16", "recipe=mxfp8"]
+
+
+def test_commit_says_that_files_had_changed(workshop):
+    for number, run in enumerate(workshop.resolve()):
+        workshop.record(run, [3.0] * 5)
+        (run.folder / "run").mkdir()
+        versions = {"commit": "0123456789abcdef", "dirty": number == 3}
+        (run.folder / "run" / "versions.json").write_text(json.dumps(versions))
+    lines = notes_of(results_of(workshop))
+    assert "Commit: 0123456789ab, 0123456789ab-dirty." in lines
+    assert any(line.startswith("Dirty: ") for line in lines)
+
+
 def test_batches_that_nobody_recorded_are_not_called_equal(workshop, tmp_path):
     lines = notes(results_of(workshop), tmp_path)
     assert not any("saw the baseline's batches" in line for line in lines)

@@ -15,11 +15,12 @@ from titan_lowprec.experiments.report_table import table_rows
 from titan_lowprec.experiments.results import load_histories, summarise
 from titan_lowprec.experiments.run_state import (
     failure_reason,
+    file_size,
     is_locked,
     last_step,
-    metrics_size,
     read_state,
     take_lock,
+    write_state,
 )
 from titan_lowprec.experiments.runner import (
     Active,
@@ -180,7 +181,9 @@ def test_steps_that_a_resumed_run_repeats_count_for_the_pace(workshop, monkeypat
     sweep = Sweep([runs[1]], [], processes=1, name="sweep")
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    active = Active(runs[0], Slot("CPU 0", {}), process, 0.0, metrics_size(runs[0].folder))
+    active = Active(
+        runs[0], Slot("CPU 0", {}), process, 0.0, file_size(runs[0].folder / "metrics.jsonl")
+    )
     sweep.active.append(active)
     sweep.begun = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: 120.0)
@@ -227,4 +230,72 @@ def test_last_step_ignores_a_half_written_line(tmp_path):
 
 def test_reason_is_the_error_even_if_other_lines_follow(tmp_path):
     (tmp_path / "log.txt").write_text("x\na.b.OutOfMemoryError: 2 GiB\n[rank0] bye\n")
-    assert failure_reason(tmp_path) == "a.b.OutOfMemoryError: 2 GiB"
+    assert failure_reason(tmp_path, status=1) == "a.b.OutOfMemoryError: 2 GiB"
+
+
+def test_reason_of_an_attempt_is_not_what_an_earlier_one_said(tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text("ValueError: of the first attempt\n")
+    earlier = file_size(log)
+    assert failure_reason(tmp_path, status=1, since=earlier) == "no output"
+    log.write_text(log.read_text() + "step 1\n")
+    assert failure_reason(tmp_path, status=1, since=earlier) == "step 1"
+
+
+@pytest.mark.slow
+def test_run_killed_from_outside_says_by_what_and_not_the_last_attempts_error(workshop):
+    run = workshop.saved()[0]
+    workshop.sweep([run], behaviour={"recipe=bf16": "crash"})
+    killer = threading.Thread(target=kill_at_step, args=(run, 4))
+    killer.start()
+    good, _ = workshop.sweep([run], behaviour={"recipe=bf16": "hang late"})
+    killer.join()
+    assert not good and read_state(run).status == "failed"
+    assert read_state(run).reason == "status -9, step 4: killed by SIGKILL"
+
+
+@pytest.mark.slow
+def test_run_that_another_sweep_saw_fail_is_run_again_only_if_wanted(workshop):
+    runs = workshop.saved()[:1]
+    workshop.sweep(runs, behaviour={"recipe=bf16": "crash"})
+    good, shown = workshop.sweep(runs, retry_failed=False)
+    assert not good and shown[0] == "recipe=bf16/seed0: another sweep has seen it fail"
+    assert read_state(runs[0]).attempts == 1
+    assert workshop.sweep(runs, retry_failed=True)[0]
+
+
+def test_lock_is_held_until_the_end_of_a_run_is_noted(workshop, monkeypatch):
+    """Between a run's end and its note, another sweep must not take it for interrupted."""
+    run = workshop.saved()[0]
+    locked = []
+
+    def note(run, state):
+        locked.append((state.status, is_locked(run.folder)))
+        write_state(run, state)
+
+    monkeypatch.setattr("titan_lowprec.experiments.runner.write_state", note)
+    assert workshop.sweep([run])[0]
+    assert locked == [("running", True), ("finished", True)] and not is_locked(run.folder)
+
+
+@pytest.mark.slow
+def test_two_sweeps_at_once_run_each_run_once(workshop):
+    runs = workshop.saved()
+    ends = []
+    sweeps = [
+        threading.Thread(target=lambda: ends.append(workshop.sweep(runs, slots=2))) for _ in "ab"
+    ]
+    for sweep in sweeps:
+        sweep.start()
+    for sweep in sweeps:
+        sweep.join()
+    assert [read_state(run).attempts for run in runs] == [1] * 4
+    assert statuses(runs) == ["finished"] * 4
+    assert not list((workshop.folder / "out").rglob("*.tmp"))
+
+
+def kill_at_step(run, step):
+    """Kill the run's process with SIGKILL as soon as it has reached a step."""
+    while last_step(run.folder) < step:
+        time.sleep(0.01)
+    os.kill(int((run.folder / "pid").read_text()), signal.SIGKILL)

@@ -114,6 +114,14 @@ def test_matrix_that_needs_a_gpu_finds_no_place_without_one():
     assert len(tool("sweep").slots(options, 1, device="any")) == 1
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_places_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match=r"--devices 0,1 must be GPUs, got none; use --jobs"):
+        tool("sweep").slots(argparse.Namespace(devices="0,1", jobs=1), 1)
+    with pytest.raises(ValueError, match=r"--jobs must be at least 1, got 0"):
+        tool("sweep").slots(argparse.Namespace(devices=None, jobs=0), 1)
+
+
 def read_matrix_with(path, baseline):
     path.write_text(path.read_text().replace('"recipe=bf16"', f'"{baseline}"'))
     return read_matrix(path)

@@ -113,7 +113,7 @@ def comparison_rows(results: Results) -> list[tuple[str, ...]]:
                 f"{item.validation[-1]['loss']:.4f}" if item.validation else MISSING,
                 step_time(item),
                 *(str(kinds.count(kind)) for kind in ("spike", "skipped", "restart")),
-                (item.commit or "unknown")[:12],
+                item.commit or "unknown",
             )
         )
     return rows

@@ -29,7 +29,8 @@ def estimate(values: Sequence[float]) -> Estimate:
     if not values:
         raise ValueError("estimate: needs at least one value, got none; leave the arm out")
     count = len(values)
-    mean = math.fsum(values) / count
+    finite = all(map(math.isfinite, values))
+    mean = (math.fsum(values) if finite else sum(values)) / count  # fsum refuses inf - inf
     if count == 1 or not math.isfinite(mean):
         return Estimate(mean, count, None, None, None)
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))

@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from titan_lowprec.experiments.matrix_file import (
     MATRIX_KEYS,
-    TABLES,
     Config,
+    check_tables,
     check_values,
     flatten,
 )
@@ -70,21 +70,11 @@ def read_matrix(path: Path) -> Matrix:
         text = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: must be TOML, got a syntax error: {error}; correct it") from None
-    unknown = sorted(text.keys() - TABLES)
-    if unknown:
-        raise ValueError(f"{path}: tables must be among {sorted(TABLES)}, got {unknown}; remove it")
+    check_tables(text, str(path))
     head = text.get("matrix", {})
     check_values(head, MATRIX_KEYS, str(path))
     arms = (*axis_arms(text), *included_arms(text))
-    names = [arm.name for arm in arms]
-    for name in names:
-        if not NAME.fullmatch(name):
-            raise ValueError(
-                f"{path}: arm names are folder names and must match {NAME.pattern}, got {name!r}; "
-                "name the value in [choices.AXIS]"
-            )
-        if names.count(name) > 1:
-            raise ValueError(f"{path}: arm names must differ, got {name!r} twice; rename one")
+    check_names([arm.name for arm in arms], str(path))
     floats = {
         key: float(head[key]) for key in ("acceptable_difference", "tail_fraction") if key in head
     }
@@ -98,6 +88,31 @@ def read_matrix(path: Path) -> Matrix:
         extra=checked_overrides(text.get("set", {}), "[set]"),
         **{**known, **floats},
     )
+
+
+def check_names(names: Sequence[str], where: str) -> None:
+    """Refuse names that are no folders of their own.
+
+    Raises:
+        ValueError: There is none, or one is wrong, used twice or a file of the sweep.
+    """
+    if not names:
+        raise ValueError(
+            f"{where}: a matrix must have arms, got none; add [axes], [choices.AXIS] or [[include]]"
+        )
+    for name in names:
+        if not NAME.fullmatch(name):
+            raise ValueError(
+                f"{where}: arm names are folder names and must match {NAME.pattern}, got {name!r}; "
+                "name the value in [choices.AXIS]"
+            )
+        if name == "jobs" or name.startswith(("report.", "runs.json", "plan.json")):
+            raise ValueError(
+                f"{where}: arm names must not be those of the sweep's own files, got {name!r}; "
+                "rename it"
+            )
+        if names.count(name) > 1:
+            raise ValueError(f"{where}: arm names must differ, got {name!r} twice; rename one")
 
 
 def baseline_of(arm: Arm, arms: tuple[Arm, ...], wanted: str | Config) -> str:
@@ -124,6 +139,7 @@ def axis_arms(text: Config) -> Iterator[Arm]:
     """The product of all axes, without the excluded points."""
     axes = [*plain_axes(text.get("axes", {})), *choice_axes(text.get("choices", {}))]
     excludes = text.get("exclude", [])
+    check_axes(axes)
     keys = {axis for axis, _ in axes}
     unused = list(excludes)
     for exclude in excludes:
@@ -145,6 +161,22 @@ def axis_arms(text: Config) -> Iterator[Arm]:
         raise ValueError(
             f"[[exclude]]: each must match an arm, got {unused}, which matches none; remove it"
         )
+
+
+def check_axes(axes: Sequence[tuple[str, list[tuple[Any, Config]]]]) -> None:
+    """Refuse two axes that set one key: an arm's name would then say what does not hold.
+
+    Raises:
+        ValueError: The first such key, with its axes.
+    """
+    owners: dict[str, str] = {}
+    for axis, values in axes:
+        for key in sorted({key for _, changes in values for key in changes}):
+            if owners.setdefault(key, axis) != axis:
+                raise ValueError(
+                    f"axes: a key must be set by one axis, got {key} set by {owners[key]} and "
+                    f"{axis}; set it in one"
+                )
 
 
 def plain_axes(table: Config) -> Iterator[tuple[str, list[tuple[Any, Config]]]]:
@@ -174,6 +206,10 @@ def included_arms(text: Config) -> Iterator[Arm]:
     for entry in text.get("include", []):
         if entry.keys() - {"name", "set"} or "name" not in entry:
             raise ValueError(f"[[include]]: keys must be name and set, got {sorted(entry)}")
+        if not (isinstance(entry["name"], str) and isinstance(entry.get("set", {}), dict)):
+            raise ValueError(
+                f"[[include]]: name must be a string and set a table, got {entry}; correct it"
+            )
         yield Arm(entry["name"], checked_overrides(entry.get("set", {}), "[[include]]"))
 
 

@@ -1,5 +1,6 @@
 """What ``[matrix]`` of a matrix file may hold, and tables as dotted keys."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,15 @@ from typing import Any
 Config = dict[str, Any]
 """Sections of a recipe, or dotted keys with their values."""
 
-TABLES = frozenset({"matrix", "set", "axes", "choices", "include", "exclude"})
+TABLES: Mapping[str, str] = {
+    "matrix": "a table",
+    "set": "a table",
+    "axes": "a table",
+    "choices": "a table of tables",
+    "include": "a list of tables, [[include]]",
+    "exclude": "a list of tables, [[exclude]]",
+}
+"""Tables of a matrix file, and what each must be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +29,8 @@ class Key:
 
 
 def is_number(value: Any) -> bool:
-    """An int or float that is not a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """A finite int or float that is not a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_count(value: Any) -> bool:
@@ -66,6 +75,34 @@ MATRIX_KEYS: Mapping[str, Key] = {
         False, "be over 0 and at most 1", lambda value: is_number(value) and 0 < value <= 1
     ),
 }
+
+
+def check_tables(text: Config, where: str) -> None:
+    """Refuse unknown tables, and values where tables must be.
+
+    Raises:
+        ValueError: The first that is wrong, with what it must be.
+    """
+    unknown = sorted(text.keys() - TABLES.keys())
+    if unknown:
+        raise ValueError(
+            f"{where}: tables must be among {sorted(TABLES)}, got {unknown}; remove it"
+        )
+
+    def good(value: Any, must: str) -> bool:
+        if must.startswith("a list"):
+            return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+        if not isinstance(value, dict):
+            return False
+        deeper = [v if isinstance(v, dict) else {"": v} for v in value.values()]
+        tables = [item for table in deeper for item in table.values()]
+        return must == "a table" or all(isinstance(item, dict) for item in tables)
+
+    for name, value in text.items():
+        if not good(value, TABLES[name]):
+            raise ValueError(f"{where}: {name} must be {TABLES[name]}, got {value!r}; correct it")
+    if empty := [axis for axis, labels in text.get("choices", {}).items() if not labels]:
+        raise ValueError(f"{where}: [choices] must have labels, got none for {empty}; add some")
 
 
 def check_values(table: Mapping[str, Any], keys: Mapping[str, Key], where: str) -> None:

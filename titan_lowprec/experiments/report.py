@@ -1,12 +1,12 @@
 """Write a sweep's report: ``report.md``, ``report.png`` and ``report.html``."""
 
-import os
 from pathlib import Path
 
 from titan_lowprec.experiments.figures import save_overview
 from titan_lowprec.experiments.page import page
 from titan_lowprec.experiments.report_table import markdown
 from titan_lowprec.experiments.results import Results
+from titan_lowprec.experiments.run_state import replace_text
 
 
 def write_report(results: Results, folder: Path, *, to: Path | None = None) -> Path:
@@ -30,10 +30,3 @@ def write_report(results: Results, folder: Path, *, to: Path | None = None) -> P
     html = stem.parent / f"{stem.name}.html"
     replace_text(html, page(results, folder=folder))
     return html
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file in one step."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)

@@ -71,8 +71,10 @@ def notes(results: Results, folder: Path) -> list[str]:
         plan_note(matrix, folder),
         pairing_note(results),
     ]
-    commits = sorted({item.commit[:12] for item in results.histories if item.commit})
+    commits = sorted({item.commit for item in results.histories if item.commit})
     lines.append(f"Commit: {', '.join(commits) or 'unknown'}.")
+    if any(commit.endswith("-dirty") for commit in commits):
+        lines.append("Dirty: files had changes that the commit does not have.")
     if len(commits) > 1:
         lines.append("The runs were made with DIFFERENT commits: code may explain differences.")
     return lines

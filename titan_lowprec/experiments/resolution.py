@@ -66,9 +66,9 @@ def resolve_runs(matrix: Matrix, *, output: Path, resolve: Resolve) -> tuple[Run
             config = draft(base, matrix, arm, seed, output)
             try:
                 config = resolve(config)
+                digest = config_hash(config, processes=matrix.processes)
             except ValueError as error:
                 raise ValueError(f"{matrix.name}, arm {arm.name}: {error}") from error
-            digest = config_hash(config, processes=matrix.processes)
             name = f"{arm.name}/seed{seed}"
             if digest in seen:
                 raise ValueError(
@@ -99,6 +99,10 @@ def draft(base: Config, matrix: Matrix, arm: Arm, seed: int, output: Path) -> Co
         table = config
         for part in section.split("."):
             table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise ValueError(
+                    f"{matrix.name}: keys must lie in tables, got {key!r} under a value; correct it"
+                )
         table[name] = deepcopy(value)
     return config
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from titan_lowprec.experiments.estimates import Estimate, estimate
 from titan_lowprec.experiments.matrix import Matrix
+from titan_lowprec.experiments.matrix_file import flatten
 from titan_lowprec.experiments.resolution import Run
 from titan_lowprec.experiments.run_state import METRICS_FILE, State, read_state
 
@@ -32,6 +33,7 @@ class History:
     validation: tuple[Record, ...]
     """Each with ``valid_tokens_seen`` of its step."""
     commit: str | None
+    """Twelve digits, and ``-dirty`` if files had changed since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +86,14 @@ def history_of(run: Run, state: State, read: ReadMetrics) -> History:
         for record in records
         if record["kind"] == "validation" and record["step"] in tokens
     )
-    versions = run.folder / "run" / "versions.json"
-    commit = json.loads(versions.read_text()).get("commit") if versions.is_file() else None
-    return History(run, state, train, validation, commit)
+    return History(run, state, train, validation, commit_of(run.folder / "run" / "versions.json"))
+
+
+def commit_of(versions: Path) -> str | None:
+    """The commit that a run recorded, marked if the code was not that of the commit."""
+    recorded = json.loads(versions.read_text()) if versions.is_file() else {}
+    commit = recorded.get("commit")
+    return commit and commit[:12] + ("-dirty" if recorded.get("dirty") else "")
 
 
 def summarise(matrix: Matrix, histories: Sequence[History]) -> Results:
@@ -94,8 +101,10 @@ def summarise(matrix: Matrix, histories: Sequence[History]) -> Results:
 
     Args:
         matrix: Metric, baseline and acceptable difference.
-        histories: All runs of the matrix, whatever became of them.
+        histories: All runs of the matrix, whatever became of them. Those of an earlier state of the
+            matrix are left out: their numbers answer another question.
     """
+    histories = [item for item in histories if belongs(matrix, item.run)]
     tokens = common_tokens(matrix, histories)
     by_arm = {
         arm.name: [item for item in histories if item.run.arm == arm.name] for arm in matrix.arms
@@ -105,6 +114,18 @@ def summarise(matrix: Matrix, histories: Sequence[History]) -> Results:
         for arm, items in by_arm.items()
     )
     return Results(matrix, tokens, arms, tuple(histories))
+
+
+def belongs(matrix: Matrix, run: Run) -> bool:
+    """Whether a run is one of the matrix as it is now: arm, seed and all that they set."""
+    if run.seed not in matrix.seeds:
+        return False
+    settings = flatten(run.config)
+    for arm in matrix.arms:
+        if arm.name == run.arm:
+            wanted = {**matrix.extra, **arm.overrides}
+            return all(key in settings and settings[key] == wanted[key] for key in wanted)
+    return False
 
 
 def common_tokens(matrix: Matrix, histories: Sequence[History]) -> int:
@@ -167,7 +188,11 @@ def arm_result(
     difference = estimate([loss - other for loss, other in pairs]) if pairs else None
     if arm == matrix.baselines[arm]:
         difference = None
-    problems = tuple(problem for item in items if (problem := problem_of(item)))
+    lacking = [seed for seed in matrix.seeds if seed not in losses]
+    problems = (
+        *(problem for item in items if (problem := problem_of(item))),
+        *(f"seed {seed}: no run of the matrix as it is now" for seed in lacking),
+    )
     return ArmResult(
         arm=arm,
         finished=sum(item.state.status == "finished" for item in items),
@@ -224,12 +249,13 @@ def verdict(
     base: Estimate | None,
 ) -> str:
     """Judge an arm by the acceptable difference; crashes and single seeds decide nothing good."""
+    seeds = len(matrix.seeds)
     failed = sum(item.state.status == "failed" for item in items)
     if failed:
-        return f"failed ({failed} of {len(items)} seeds)"
+        return f"failed ({failed} of {seeds} seeds)"
     finished = sum(item.state.status == "finished" for item in items)
-    if finished < len(items):
-        return f"incomplete ({finished} of {len(items)} seeds)"
+    if finished < seeds:
+        return f"incomplete ({finished} of {seeds} seeds)"
     if arm == matrix.baselines[arm]:
         return "baseline"
     if difference is None:

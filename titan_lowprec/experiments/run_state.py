@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import signal
 import time
 import tomllib
 from collections.abc import Sequence
@@ -65,9 +66,14 @@ def read_state(run: Run) -> State:
 
 def write_state(run: Run, state: State) -> None:
     """Replace ``state.json`` in one step."""
-    temporary = run.folder / f"{STATE_FILE}.tmp"
-    temporary.write_text(json.dumps(asdict(state), indent=1) + "\n")
-    os.replace(temporary, run.folder / STATE_FILE)
+    replace_text(run.folder / STATE_FILE, json.dumps(asdict(state), indent=1) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file in one step, whoever else reads or writes it."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
 
 
 def save_runs(runs: Sequence[Run], folder: Path) -> None:
@@ -79,13 +85,13 @@ def save_runs(runs: Sequence[Run], folder: Path) -> None:
     """
     for run in runs:
         run.folder.mkdir(parents=True, exist_ok=True)
-        (run.folder / RECIPE_FILE).write_text(tomli_w.dumps(run.config))
+        replace_text(run.folder / RECIPE_FILE, tomli_w.dumps(run.config))
     rows = [
         {"arm": run.arm, "seed": run.seed, "hash": run.hash, "folder": str(run.folder)}
         for run in runs
     ]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / RUNS_FILE).write_text(json.dumps(rows, indent=1) + "\n")
+    replace_text(folder / RUNS_FILE, json.dumps(rows, indent=1) + "\n")
 
 
 def load_runs(folder: Path) -> tuple[Run, ...]:
@@ -151,9 +157,8 @@ def last_step(folder: Path) -> int:
     return 0
 
 
-def metrics_size(folder: Path) -> int:
-    """Bytes of ``metrics.jsonl``, 0 without one."""
-    path = folder / METRICS_FILE
+def file_size(path: Path) -> int:
+    """Bytes of a file, 0 without one."""
     return path.stat().st_size if path.is_file() else 0
 
 
@@ -163,7 +168,7 @@ def steps_since(folder: Path, size: int) -> int:
     An attempt that goes on from a checkpoint repeats steps, so the number of the newest step does
     not say how much was done.
     """
-    if metrics_size(folder) <= size:
+    if file_size(folder / METRICS_FILE) <= size:
         return 0
     with (folder / METRICS_FILE).open("rb") as file:
         file.seek(size)
@@ -171,13 +176,27 @@ def steps_since(folder: Path, size: int) -> int:
     return sum(line.startswith(b'{"kind": "train"') for line in whole)
 
 
-def failure_reason(folder: Path) -> str:
-    """The last line of the log that looks like an error, else its last line."""
-    path = folder / LOG_FILE
-    if not path.is_file():
+def failure_reason(folder: Path, *, status: int, since: int = 0) -> str:
+    """Why a run ended: a signal, and the last line of its log that looks like an error.
+
+    Args:
+        folder: The run's folder.
+        status: As ``subprocess`` has it, negative after a signal.
+        since: Bytes of the log before this attempt; what an earlier one said is not the reason.
+    """
+    line = last_error(folder / LOG_FILE, since)
+    if status >= 0:
+        return line or "no output"
+    killed = f"killed by {signal.Signals(-status).name}"
+    return f"{killed}, last line: {line}" if line else killed
+
+
+def last_error(path: Path, since: int) -> str:
+    """The last line of a log that looks like an error, else its last line."""
+    if file_size(path) <= since:
         return ""
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        file.seek(max(since, file_size(path) - TAIL_BYTES))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
     lines = [line for line in lines if line]
     errors = [

@@ -15,11 +15,12 @@ from pathlib import Path
 from titan_lowprec.experiments.resolution import Run
 from titan_lowprec.experiments.run_state import (
     LOG_FILE,
+    METRICS_FILE,
     RECIPE_FILE,
     State,
     failure_reason,
+    file_size,
     last_step,
-    metrics_size,
     read_state,
     steps_since,
     take_lock,
@@ -51,6 +52,10 @@ class Active:
     begun: float
     earlier_bytes: int
     """Of ``metrics.jsonl`` when this attempt began."""
+    log_bytes: int = 0
+    """Of the log then."""
+    lock: int | None = None
+    """Held until the run's end is noted, so that no other sweep starts it in between."""
 
     @property
     def steps_done(self) -> int:
@@ -110,6 +115,7 @@ class Sweep:
         processes: Processes of one run.
         name: Group under which wandb shows the runs.
         command: Command line of a run.
+        retry_failed: Whether a run that has failed by its turn, in another sweep too, is run again.
         show: Takes a line of progress.
     """
 
@@ -121,6 +127,7 @@ class Sweep:
         processes: int,
         name: str,
         command: Command = train_command,
+        retry_failed: bool = True,
         show: Callable[[str], None] = print,
     ) -> None:
         self.waiting = deque(runs)
@@ -128,6 +135,7 @@ class Sweep:
         self.slots = len(self.free)
         self.active: list[Active] = []
         self.processes, self.name, self.command, self.show = processes, name, command, show
+        self.retry_failed = retry_failed
         self.total = len(self.waiting)
         self.failed: list[str] = []
         self.done = 0
@@ -198,15 +206,18 @@ class Sweep:
         lock = take_lock(run.folder)
         if lock is None:
             self.show(f"{run.name}: another sweep is running it; left to that one")
-            self.total -= 1
             return
-        recipe = run.folder / RECIPE_FILE
-        earlier, reached, size = read_state(run), last_step(run.folder), metrics_size(run.folder)
-        if earlier.status == "finished":
+        earlier, reached = read_state(run), last_step(run.folder)
+        failed = earlier.status == "failed" and not self.retry_failed
+        if failed or earlier.status == "finished":
             os.close(lock)
-            self.done += 1
-            self.show(f"{run.name}: another sweep has finished it")
+            self.done += not failed
+            self.show(
+                f"{run.name}: another sweep has {'seen it fail' if failed else 'finished it'}"
+            )
             return
+        metrics_bytes = file_size(run.folder / METRICS_FILE)
+        log_bytes = file_size(run.folder / LOG_FILE)
         slot = self.free.pop(0)
         write_state(run, replace(earlier, status="running", attempts=earlier.attempts + 1))
         environment = {
@@ -217,15 +228,15 @@ class Sweep:
         }
         with (run.folder / LOG_FILE).open("ab") as log:
             process = subprocess.Popen(
-                self.command(recipe, self.processes),
+                self.command(run.folder / RECIPE_FILE, self.processes),
                 env=environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=(lock,),  # the run keeps the lock, also if this process dies
                 start_new_session=True,  # Ctrl-C reaches this process alone, which tells the runs
             )
-        os.close(lock)
-        self.active.append(Active(run, slot, process, time.monotonic(), size))
+        begun = time.monotonic()
+        self.active.append(Active(run, slot, process, begun, metrics_bytes, log_bytes, lock))
         how = f"continues, had reached step {reached}" if reached else "started"
         self.show(f"{run.name}: {how}")
 
@@ -268,12 +279,14 @@ class Sweep:
         elif stopping or status in SIGNALLED:
             state = replace(state, status="interrupted")
         else:
-            reason = failure_reason(run.folder) or "no output"
+            reason = failure_reason(run.folder, status=status, since=active.log_bytes)
             state = replace(
                 state, status="failed", reason=f"status {status}, step {step}: {reason}"
             )
             self.failed.append(run.name)
         write_state(run, state)
+        if active.lock is not None:
+            os.close(active.lock)
         self.show(f"{run.name}: {state.status}" + (f", {state.reason}" if state.reason else ""))
 
 
