@@ -8,15 +8,19 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from titan_lowprec.experiments.matrix import read_matrix
 from titan_lowprec.experiments.resolution import resolve_runs
+from titan_lowprec.titan.job_config import Attention
+from titan_lowprec.titan.specs import attention_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 MATRICES = sorted((ROOT / "configs").glob("*.toml"))
+LARGE = [path for path in MATRICES if path.stem.endswith("_1b")]
 REAL = """
 [matrix]
 base = "{root}/recipes/llama_tiny_bf16.toml"
@@ -70,6 +74,33 @@ def test_committed_matrix_states_its_question_command_and_hardware(path):
     assert f"tools/sweep.py configs/{path.name}" in text
     matrix = read_matrix(path)
     assert matrix.base.is_file() and len(matrix.arms) >= 3 and len(matrix.seeds) >= 3
+
+
+def test_every_question_has_a_tiny_matrix_and_one_for_gpus():
+    names = {path.stem for path in MATRICES}
+    tiny = {name.removesuffix("_tiny") for name in names if name.endswith("_tiny")}
+    large = {name.rpartition("_")[0] for name in names if not name.endswith("_tiny")}
+    assert tiny == large
+
+
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_matrix_for_gpus_names_the_reference_where_no_kernel_takes_an_arm(path, monkeypatch):
+    pytest.importorskip("triton")
+    from titan_lowprec.ops.attention.kernel import unsupported_reason
+
+    monkeypatch.setattr("titan_lowprec.ops.attention.kernel.support.interpreted", lambda: True)
+    reasons = []
+    for arm in read_matrix(path).arms:
+        config = SimpleNamespace(attention=Attention())
+        for key, value in arm.overrides.items():
+            section, _, name = key.partition(".")
+            if section == "attention":
+                setattr(config.attention, name, value)
+        spec, device = attention_spec(config), torch.device("cuda")
+        reasons.append(unsupported_reason(spec, head_dim=128, device=device))
+    refused = any(reason is not None for reason in reasons)
+    header = path.read_text().partition("[matrix]")[0]
+    assert refused == ("reference (PyTorch)" in header), reasons
 
 
 @pytest.mark.slow
