@@ -9,6 +9,9 @@ its own code runs:
 * ``--job.config`` is spelled ``--job.config_file``, in place, in ``sys.argv``;
 * without an accelerator, TorchTitan is told ``"cpu"`` where it would assume CUDA.
 
+The first is done for a configuration that does not exist, too: TorchTitan then reports the missing
+file, not an unknown flag.
+
 ``TITAN_LOWPREC_AUTOLOAD=0`` switches it off; ``python -m titan_lowprec.train`` never needs it.
 """
 
@@ -29,6 +32,8 @@ def install() -> None:
         if names_plugin(sys.argv[1:]):
             sys.argv[1:] = normalize_config_flag(sys.argv[1:])
             assume_cpu_without_accelerator()
+        elif names_no_file(sys.argv[1:]):  # TorchTitan then misses the file, not the flag
+            sys.argv[1:] = normalize_config_flag(sys.argv[1:])
     except Exception:  # an error here would break every `import torch` of the environment
         return
 
@@ -69,6 +74,12 @@ def names_plugin(args: list[str]) -> bool:
         return any(
             f"{PLUGIN}.".encode() in line and not line.lstrip().startswith(b"#") for line in recipe
         )
+
+
+def names_no_file(args: list[str]) -> bool:
+    """True if a recipe is named that does not exist."""
+    path = config_path(args)
+    return path is not None and not os.path.exists(path)
 
 
 def normalize_config_flag(args: list[str]) -> list[str]:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torchtitan.config import ConfigManager
 
 from titan_lowprec import _autoload
 
@@ -82,6 +83,15 @@ def test_plugin_named_on_the_command_line_counts(process):
         "--job.custom_config_module=titan_lowprec.titan.register",
     ]
     assert process(RUN, args) == (["--job.config_file", *args[1:]], True)
+
+
+@pytest.mark.parametrize("flag", ["--job.config {}", "--job.config={}"])
+def test_recipe_that_does_not_exist_is_reported_as_such(process, tmp_path, flag):
+    path = str(tmp_path / "llama_tiny_mxpf8.toml")
+    left, assumes_cpu = process(RUN, flag.format(path).split(" "))
+    assert not assumes_cpu
+    with pytest.raises(FileNotFoundError, match=r"llama_tiny_mxpf8\.toml"):
+        ConfigManager().parse_args(left)
 
 
 def test_switch_turns_the_hook_off(process):
