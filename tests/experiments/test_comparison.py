@@ -12,10 +12,13 @@ import tomli_w
 from titan_lowprec.experiments.anomalies import anomalies
 from titan_lowprec.experiments.comparison import (
     anomaly_lines,
+    comparison_notes,
     comparison_rows,
     read_runs,
     run_names,
 )
+from titan_lowprec.experiments.report_table import setting_rows
+from titan_lowprec.experiments.resolution import NOT_IDENTITY
 from titan_lowprec.titan.metrics_file import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,7 +109,89 @@ def test_runs_of_unequal_length_are_compared_at_the_tokens_both_reached(folders)
     assert first[:3] == ("base", "30/30", "3,000") and first[10] == "abcdef012345"
     assert second[:5] == ("other", "20/30", "2,000", "5.2650", "+0.2500")
     assert second[6:10] == ("0.500 s", "1", "0", "0")
-    assert anomaly_lines(results)[0].startswith("other, step 16: spike, loss 9.000")
+    end, spike = anomaly_lines(results)
+    assert end == "other, step 20: ends before step 30"
+    assert spike.startswith("other, step 16: spike, loss 9.000")
+
+
+def resumed(folder):
+    """Killed after step 14, gone on from the checkpoint of step 10; three steps are skipped."""
+    write_run(folder, noisy(14))
+    lines = [{"kind": "resume", "step": 10, "attempt": 2}]
+    for step in range(11, 31):
+        bad = step in (20, 21, 25)
+        skipped = sum(step >= first for first in (20, 21, 25))
+        line = record(step, 4.0, attempt=2, skipped=skipped)
+        lines.append({**line, "non_finite": {"grad_norm": "nan"}} if bad else line)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_a_resume_and_skipped_steps_are_said_with_their_steps(folders, tmp_path):
+    results = read_runs([folders[0], resumed(tmp_path / "resumed")], read_metrics)
+    assert anomaly_lines(results) == [
+        "resumed, step 11: restart, attempt 2 continues",
+        "resumed, steps 20 to 21: skipped, first not finite: loss 4, gradient norm nan",
+        "resumed, step 25: skipped, not finite: loss 4, gradient norm nan",
+    ]
+    row = comparison_rows(results)[1]
+    assert row[1] == "30/30" and row[3:5] == ("4.0000", "-1.0100") and row[7:10] == ("0", "3", "1")
+
+
+def never_started(folder):
+    """What a sweep leaves of a run that crashed before its first record."""
+    folder.mkdir()
+    config = {"job": {"dump_folder": "x"}, "training": {"steps": 30}, "attention": {"recipe": "a"}}
+    (folder / "recipe.toml").write_text(tomli_w.dumps(config))
+    state = {"status": "failed", "hash": "0", "reason": "ValueError: no documents"}
+    (folder / "state.json").write_text(json.dumps(state))
+    return folder
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_run_without_records_is_a_row_and_an_event_wherever_it_stands(folders, tmp_path, order):
+    empty = never_started(tmp_path / "empty")
+    results = read_runs([folders[0], empty][::order], read_metrics)
+    rows = {row[0]: row for row in comparison_rows(results)}
+    assert results.tokens == 3000 and rows["base"][1] == "30/30"
+    assert set(rows["empty"][1:7]) == {"–"}  # noqa: RUF001
+    (event,) = anomaly_lines(results)
+    assert event == "empty, no step: ends before step 30, failed: ValueError: no documents"
+    assert not any("Saw the batches" in line for line in comparison_notes(results))
+
+
+def test_only_runs_without_records_and_folders_of_no_run_are_refused(folders, tmp_path):
+    with pytest.raises(ValueError, match=r"a run must have records, got none in empty"):
+        read_runs([never_started(tmp_path / "empty")], read_metrics)
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(ValueError, match=r"bare/run/config.toml: must exist.*dump folder of a run"):
+        read_runs([folders[0], tmp_path / "bare"], read_metrics)
+
+
+def test_validation_says_its_step_since_runs_end_at_unequal_ones(folders):
+    with (folders[0] / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "validation", "step": 30, "loss": 4.5, "tokens": 7}\n')
+    rows = comparison_rows(read_runs(folders, read_metrics))
+    assert [row[5] for row in rows] == ["4.5000 (step 30)", "–"]  # noqa: RUF001
+
+
+def test_many_settings_are_rows_and_few_are_columns(folders, tmp_path):
+    results = read_runs(folders, read_metrics)
+    assert setting_rows(results, hidden=NOT_IDENTITY)[0] == (
+        "arm",
+        "attention.recipe",
+        "debug.seed",
+    )
+    third = write_run(tmp_path / "third", noisy(30), recipe="nvfp4_mixed", steps=31)
+    header, rows = setting_rows(read_runs([folders[0], third], read_metrics), hidden=NOT_IDENTITY)
+    assert header == ("setting", "base", "third")
+    assert ("training.steps", "30", "31") in rows and len(rows) == 3
+
+
+def test_names_of_a_sweeps_runs_have_their_arm(tmp_path):
+    folders = [tmp_path / "bf16" / "seed0-0123abcd", tmp_path / "mxfp8" / "seed1-4567cdef"]
+    assert run_names(folders) == ["bf16/seed0-0123abcd", "mxfp8/seed1-4567cdef"]
 
 
 def test_names_are_the_shortest_ends_that_differ(tmp_path):

@@ -10,6 +10,8 @@ import pytest
 
 from tests.experiments.conftest import AXES, HEAD, Workshop
 from titan_lowprec.experiments.curves import MOST_POINTS, panel_curves, thin
+from titan_lowprec.experiments.figures import overview
+from titan_lowprec.experiments.page import html_table
 from titan_lowprec.experiments.panels import SECTIONS
 from titan_lowprec.experiments.report import write_report
 from titan_lowprec.experiments.results import load_histories, summarise
@@ -40,7 +42,7 @@ def report(results, tmp_path_factory):
 class Page(HTMLParser):
     """Sources, tags and text of a page; unbalanced tags are an error."""
 
-    VOID = frozenset({"meta", "img"})
+    VOID = frozenset({"meta", "img", "wbr"})
 
     def __init__(self, text):
         super().__init__()
@@ -110,6 +112,29 @@ def test_picture_is_a_png_of_the_asked_size(report):
     data = (report / "x_1.5.png").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", data[16:24]) == (1210, 792)
+
+
+@pytest.mark.slow
+def test_overview_holds_its_legend_whatever_the_arms_are_called(workshop):
+    names = [f"recipe=nvfp4_mixed,weight_exponent={i},scales=token_block" for i in range(5)]
+    text = HEAD.replace("recipe=bf16", names[0]) + "".join(
+        f'[[include]]\nname = "{name}"\nset = {{ "attention.weight_exponent" = {i} }}\n'
+        for i, name in enumerate(names)
+    )
+    runs = workshop.resolve(text)
+    for run in runs:
+        workshop.record(run, [5.0, 4.0, 3.0])
+    figure = overview(summarise(workshop.matrix(text), load_histories(runs, read_metrics)))
+    figure.canvas.draw()
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+    ticks = [tick for axes in figure.axes if axes.axison for tick in axes.get_xticks()]
+    assert ticks and all(tick == round(tick) for tick in ticks)
+
+
+def test_a_sticky_name_can_go_on_in_the_next_line():
+    table = html_table(("arm", "x"), [("scales=token_block,a<b", "token_block")], verdicts=False)
+    assert "<td>scales=<wbr>token_<wbr>block,<wbr>a&lt;b</td><td>token_block</td>" in table
 
 
 def test_difference_curve_is_arm_minus_baseline_without_non_finite_points(results):

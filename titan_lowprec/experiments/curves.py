@@ -30,7 +30,7 @@ def panel_curves(panel: Panel, results: Results) -> tuple[Curve, ...]:
     for arm in results.arms:
         items = [item for item in results.histories if item.run.arm == arm.arm]
         mine = [
-            Curve(arm.arm, item.run.seed, points, item.state.status == "finished")
+            Curve(arm.arm, item.run.seed, points, reached_end(item))
             for item in items
             if (points := run_points(panel, item, results))
         ]
@@ -39,6 +39,12 @@ def panel_curves(panel: Panel, results: Results) -> tuple[Curve, ...]:
             mean = tuple(map(middle, zip(*(curve.points for curve in mine), strict=True)))
             curves.append(Curve(arm.arm, None, mean, all(curve.finished for curve in mine)))
     return tuple(curves)
+
+
+def reached_end(item: History) -> bool:
+    """Whether a run is finished and has its last step."""
+    done = item.train[-1]["step"] if item.train else 0
+    return item.state.status == "finished" and done >= item.run.steps
 
 
 def run_points(panel: Panel, item: History, results: Results) -> tuple[Point, ...]:

@@ -16,6 +16,9 @@ BASELINE_COLORS = ("#222222", "#777777", "#aaaaaa")
 DASHES = ("-", ":", "-.")
 FEW_POINTS = 12
 """Curves with at most so many points show them."""
+LEGEND_LETTERS = 140
+"""Of 9 points beside one another in the overview; a legend's line takes the place of ten."""
+LINE_LETTERS = 10
 MARKS = {"spike": "^", "skipped": "s"}
 COUNTS = frozenset({"steps", "rows", "bits"})
 """Units of which there is no half."""
@@ -70,11 +73,12 @@ def draw(axes: Any, panel: Panel, curves: tuple[Curve, ...], results: Results) -
         axes.set_ylim(-0.05, 1)  # nothing happened, and nothing is negative
     if panel.unit in COUNTS:
         axes.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    axes.xaxis.get_major_locator().set_params(integer=True)  # steps and tokens
     axes.xaxis.set_major_formatter(thousands)
-    axes.set_title(panel.title, fontsize=10, loc="left")
-    axes.set_xlabel(AXIS_LABELS[panel.axis], fontsize=9)
-    axes.set_ylabel(panel.unit, fontsize=9)
-    axes.tick_params(labelsize=8)
+    axes.set_title(panel.title, fontsize=11, loc="left")
+    axes.set_xlabel(AXIS_LABELS[panel.axis], fontsize=10)
+    axes.set_ylabel(panel.unit, fontsize=10)
+    axes.tick_params(labelsize=9)
     axes.grid(color="0.92", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -133,7 +137,12 @@ def panel_svg(panel: Panel, results: Results) -> str | None:
 
 
 def save_overview(results: Results, path: Path) -> None:
-    """A PNG with training loss, difference to the baseline, validation loss and speed."""
+    """Write the overview as a PNG."""
+    overview(results).savefig(path, dpi=110)
+
+
+def overview(results: Results) -> Any:
+    """A figure with training loss, difference to the baseline, validation loss and speed."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -150,7 +159,7 @@ def save_overview(results: Results, path: Path) -> None:
         Line2D([], [], color=color, linestyle=dash, label=arm)  # pyright: ignore[reportArgumentType]
         for arm, (color, dash) in arm_styles(results).items()
     ]
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=min(4, len(handles)), fontsize=9
-    )
-    figure.savefig(path, dpi=110)
+    longest = max(len(str(handle.get_label())) for handle in handles)
+    columns = max(1, min(4, len(handles), LEGEND_LETTERS // (longest + LINE_LETTERS)))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=9)
+    return figure

@@ -1,6 +1,7 @@
 """A sweep's report as one HTML file: pictures inside, no script, no network."""
 
 import base64
+import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -29,12 +30,14 @@ h2 { font-size: 1.1rem; margin: 28px 0 8px; }
 table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
 th, td { padding: 5px 12px 5px 0; text-align: left; border-bottom: 1px solid #e3e6ea;
   white-space: nowrap; }
-th { color: #58616b; font-weight: 600; }
-th:first-child, td:first-child { position: sticky; left: 0; background: #fff; }
+th { color: #58616b; font-weight: 600; white-space: normal; vertical-align: bottom; }
+th:first-child, td:first-child { position: sticky; left: 0; background: #fff;
+  white-space: normal; min-width: 9em; max-width: min(45vw, 24em); }
 .verdict { font-weight: 600; }
 .good { color: #06794f; } .bad { color: #b3261e; } .open { color: #6b5900; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 18px; padding: 0; list-style: none; }
-.legend svg { vertical-align: middle; margin-right: 6px; }
+.legend li { display: flex; align-items: center; gap: 6px; }
+.legend svg { flex: none; }
 .panels { display: grid; gap: 16px;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 500px), 1fr)); }
 .panels img { width: 100%; height: auto; }
@@ -80,10 +83,10 @@ def document(title: str, parts: Sequence[str]) -> str:
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, verdicts: bool) -> str:
     """A table that scrolls sideways on a narrow screen; ``verdicts`` colours the second column."""
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    head = "".join(f"<th>{breakable(cell)}</th>" for cell in header)
     body = ""
     for row in rows:
-        cells = [f"<td>{escape(cell)}</td>" for cell in row]
+        cells = [f"<td>{breakable(row[0])}</td>", *(f"<td>{escape(cell)}</td>" for cell in row[1:])]
         if verdicts:
             cells[1] = f'<td class="verdict {verdict_class(row[1])}">{escape(row[1])}</td>'
         body += f"<tr>{''.join(cells)}</tr>\n"
@@ -91,6 +94,11 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, verdicts
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>\n{body}</tbody></table></div>"
     )
+
+
+def breakable(name: str) -> str:
+    """A name that may go on in the next line: a sticky column must leave room for the others."""
+    return "<wbr>".join(map(escape, re.split(r"(?<=[,/._=])(?=\w)", name)))
 
 
 def verdict_class(text: str) -> str:
@@ -114,11 +122,18 @@ def legend(results: Results) -> str:
         f"{escape(arm)}</li>"
         for arm, (color, dash) in arm_styles(results).items()
     )
+    seeds = len(results.matrix.seeds) > 1
     return (
-        f'<ul class="legend">{items}</ul><p class="none">Thin lines are seeds, thick ones their '
-        "mean; a cross ends a run that did not finish; a dotted grey line, "
-        "where it is in range, is the acceptable difference. On training losses a triangle is a "
-        "spike, a square a skipped step, a vertical line a restart.</p>"
+        f'<ul class="legend">{items}</ul><p class="none">'
+        + ("Thin lines are seeds, thick ones their mean. " if seeds else "")
+        + "A cross ends a run that did not finish. On training losses a triangle is a spike, a "
+        "square a skipped step, a vertical line a restart."
+        + (
+            " A dotted grey line, where it is in range, is the acceptable difference."
+            if results.matrix.acceptable_difference
+            else ""
+        )
+        + "</p>"
     )
 
 

@@ -112,9 +112,15 @@ def problem_lines(results: Results) -> list[str]:
 def setting_rows(
     results: Results, *, hidden: Sequence[str] = (*NOT_IDENTITY, *SEED_KEYS)
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows of the keys, but for the hidden ones, in which arms differ."""
+    """Header and rows of the keys, but for the hidden ones, in which arms differ.
+
+    A row per arm, or a row per key where keys outnumber arms.
+    """
     settings = differing_keys([item.run for item in results.histories], hidden=hidden)
     keys = list(next(iter(settings.values()), {}))
+    if len(keys) > len(settings):
+        rows = [(key, *(str(values[key]) for values in settings.values())) for key in keys]
+        return ("setting", *settings), rows
     rows = [(arm, *(str(values[key]) for key in keys)) for arm, values in settings.items()]
     return ("arm", *keys), rows
 
