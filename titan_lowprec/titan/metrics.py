@@ -51,6 +51,8 @@ class LowprecMetricsProcessor(MetricsProcessor):
         self._matmul_parameters = 0
         self._memory = self.device_memory_monitor.get_peak_stats()
         self._first: tuple[int, float] | None = None
+        self._seen = (0, 0)
+        """The last recorded step, and the valid tokens seen with it."""
         self._begun = time.perf_counter()
         self._file: MetricsFile | None = None
         self._trackers: list[Tracker] = []
@@ -107,6 +109,7 @@ class LowprecMetricsProcessor(MetricsProcessor):
             step_time_s = now - self._begun
         self._memory = self.take_memory() if memory is None else memory
         health = self.health.take(record.step)
+        self._seen = (record.step, record.valid_tokens_seen)
         if self._first is None:
             self._first = (record.step, now)
         if self._file is not None:
@@ -136,6 +139,8 @@ class LowprecMetricsProcessor(MetricsProcessor):
             line = {"kind": "validation", "step": step, "loss": loss, "tokens": tokens}
             self._file.append({**line, **(figures or {}), "time": time.time()})
             scalars = {"validation_metrics/loss": loss, "validation_metrics/tokens": tokens}
+            if self._seen[0] == step:
+                scalars["valid_tokens_seen"] = self._seen[1]  # a dashboard's abscissa
             self._mirror(scalars, step)
             color = self.color
             logger.info(

@@ -43,6 +43,9 @@ class TensorBoardTracker:
 class WandbTracker:
     """One wandb run per job, resumed by an id made from dump folder and run name.
 
+    Group and tags are ``WANDB_RUN_GROUP`` and ``WANDB_RUN_TAGS``, which a sweep sets to its name
+    and arm; else the model's name, and its flavor and the attention recipe.
+
     Online, a restart continues the run; steps that it repeats after its checkpoint are kept as
     first logged, because wandb takes no step twice. Offline, each attempt is a folder of its own
     with the same id: ``wandb sync`` them oldest first. ``metrics.jsonl`` has every step once.
@@ -58,7 +61,8 @@ class WandbTracker:
         section = job_config.metrics
         folder = Path(job_config.job.dump_folder).resolve()
         name = section.run_name or os.environ.get("WANDB_RUN_NAME") or folder.name
-        tags = [tag.strip() for tag in os.environ.get("WANDB_RUN_TAGS", "").split(",")]
+        model = job_config.model
+        tags = os.environ.get("WANDB_RUN_TAGS") or f"{model.flavor},{job_config.attention.recipe}"
         folder.mkdir(parents=True, exist_ok=True)
         try:
             import wandb
@@ -69,8 +73,8 @@ class WandbTracker:
                 name=name,
                 id=os.environ.get("WANDB_RUN_ID") or run_id(folder, section.run_name),
                 notes=os.environ.get("WANDB_RUN_NOTES"),
-                tags=[tag for tag in tags if tag] or None,
-                group=os.environ.get("WANDB_RUN_GROUP"),
+                tags=[tag.strip() for tag in tags.split(",") if tag.strip()],
+                group=os.environ.get("WANDB_RUN_GROUP") or model.name,
                 job_type=os.environ.get("WANDB_RUN_JOB_TYPE"),
                 dir=str(folder),
                 config={**job_config.to_dict(), "versions": collect_versions()},

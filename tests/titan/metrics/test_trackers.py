@@ -116,6 +116,29 @@ def test_wandb_takes_stock_variables_and_splits_tags(build, fake_wandb, wandb_en
     assert options["config"]["versions"]["torch"] == torch.__version__
 
 
+def test_wandb_without_variables_has_group_tags_config_versions_and_commit(
+    build, fake_wandb, config
+):
+    config.model.name, config.model.flavor = "llama3_lowprec", "tiny"
+    config.attention.recipe = "nvfp4_mixed"
+    build()
+    (options,) = fake_wandb
+    assert options["group"] == "llama3_lowprec"
+    assert options["tags"] == ["tiny", "nvfp4_mixed"]
+    assert {"commit", "dirty", "torch", "device", "command"} <= options["config"]["versions"].keys()
+
+
+def test_a_validation_round_has_its_tokens_beside_it_at_any_step(build, fake_wandb, record):
+    """wandb draws against tokens only what was logged with them; step 3 is not a log step."""
+    processor = build()
+    for step in (1, 2, 3):
+        processor.log_step(record(step, valid_tokens_seen=6 * step))
+    processor.log_validation_record(3, 4.0, 10)
+    (tracker,) = processor._trackers
+    step, scalars = tracker._run.logged[-1]
+    assert (step, scalars["validation_metrics/loss"], scalars["valid_tokens_seen"]) == (3, 4.0, 18)
+
+
 def test_a_restart_has_the_same_wandb_id_and_another_run_another(
     build, fake_wandb, config, tmp_path
 ):
