@@ -107,6 +107,14 @@ def test_saved_recipes_load_as_the_same_runs(workshop):
     assert tomllib.loads((runs[0].folder / "recipe.toml").read_text()) == runs[0].config
 
 
+def test_a_sweep_that_was_moved_is_read_where_it_lies(workshop):
+    runs = workshop.saved()
+    moved = (workshop.folder / "out" / "sweep").rename(workshop.folder / "elsewhere")
+    loaded = load_runs(moved)
+    assert [run.name for run in loaded] == [run.name for run in runs]
+    assert all(run.folder.is_relative_to(moved) and run.folder.is_dir() for run in loaded)
+
+
 def test_report_of_a_sweep_that_never_started_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"runs\.json: must list the sweep's runs"):
         load_runs(tmp_path)

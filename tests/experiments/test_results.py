@@ -85,6 +85,33 @@ def test_verdict_needs_the_whole_interval_on_one_side(workshop, changes, verdict
     assert arm(results_of(workshop), "recipe=mxfp8").verdict == verdict
 
 
+LIMIT = 0.25  # of which differences of the losses below are exact
+BOUNDARY = {
+    "at the limit": ((LIMIT, LIMIT), "acceptable"),
+    "an ulp above": ((LIMIT + 2**-51,) * 2, "not acceptable"),
+    "an ulp below": ((LIMIT - 2**-51,) * 2, "acceptable"),
+    "around it": ((LIMIT - 2**-51, LIMIT + 2**-51), "undecided"),
+}
+
+
+@pytest.mark.parametrize("case", BOUNDARY)
+def test_verdict_at_the_boundary_of_the_acceptable_difference(workshop, case):
+    changes, verdict = BOUNDARY[case]
+    text = HEAD.replace("0.05", str(LIMIT)) + AXES
+    losses = {f"recipe=bf16/seed{s}": 2.0 for s in (0, 1)}
+    losses |= {f"recipe=mxfp8/seed{s}": 2.0 + changes[s] for s in (0, 1)}
+    record_all(workshop, losses, text)
+    assert arm(results_of(workshop, text), "recipe=mxfp8").verdict == verdict
+
+
+def test_verdict_says_for_how_many_seeds_the_baseline_has_a_number(workshop):
+    losses = {f"recipe={name}/seed{s}": 3.0 for name in ("bf16", "mxfp8") for s in range(3)}
+    del losses["recipe=bf16/seed2"]
+    record_all(workshop, losses, THREE + AXES)
+    row = arm(results_of(workshop, THREE + AXES), "recipe=mxfp8")
+    assert row.verdict == "acceptable (2 of 3 pairs)" and row.difference.count == 2
+
+
 def test_one_seed_decides_nothing(workshop):
     text = HEAD.replace("[0, 1]", "[0]") + AXES
     record_all(workshop, {"recipe=bf16/seed0": 3.0, "recipe=mxfp8/seed0": 3.0}, text)

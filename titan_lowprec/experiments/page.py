@@ -105,7 +105,7 @@ def verdict_class(text: str) -> str:
     """Colour of a verdict, beside its words."""
     if text.startswith(("not acceptable", "failed")):
         return "bad"
-    return "good" if text == "acceptable" else "open" if text != "baseline" else ""
+    return "good" if text.startswith("acceptable") else "open" if text != "baseline" else ""
 
 
 def html_list(lines: Sequence[str]) -> str:

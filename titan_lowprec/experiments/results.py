@@ -266,8 +266,10 @@ def verdict(
         return "not acceptable (loss not finite)"
     if difference.low is None or difference.high is None:
         return "undecided (one seed)"
+    word = "undecided"
     if difference.high <= matrix.acceptable_difference:
-        return "acceptable"
+        word = "acceptable"
     if difference.low > matrix.acceptable_difference:
-        return "not acceptable"
-    return "undecided"
+        word = "not acceptable"
+    lacking = difference.count < seeds  # the baseline has no number for a seed
+    return f"{word} ({difference.count} of {seeds} pairs)" if lacking else word

@@ -103,15 +103,19 @@ def load_runs(folder: Path) -> tuple[Run, ...]:
     path = folder / RUNS_FILE
     if not path.is_file():
         raise ValueError(f"{path}: must list the sweep's runs, is missing; run tools/sweep.py")
+    rows = json.loads(path.read_text())
+    places = [folder / row["arm"] / Path(row["folder"]).name for row in rows]
     return tuple(
-        Run(row["arm"], row["seed"], read_recipe(Path(row["folder"])), row["hash"])
-        for row in json.loads(path.read_text())
+        Run(row["arm"], row["seed"], read_recipe(place), row["hash"])
+        for row, place in zip(rows, places, strict=True)
     )
 
 
 def read_recipe(folder: Path) -> dict[str, Any]:
-    """A run's complete recipe."""
-    return tomllib.loads((folder / RECIPE_FILE).read_text())
+    """A run's complete recipe; it writes where it lies, also after the sweep was moved."""
+    recipe = tomllib.loads((folder / RECIPE_FILE).read_text())
+    recipe["job"]["dump_folder"] = str(folder)
+    return recipe
 
 
 def take_lock(folder: Path) -> int | None:
