@@ -3,7 +3,7 @@
 Decodes beginnings of validation documents greedily, with the draft and without, and prints the
 acceptance length, how many tokens verifications added, calls to the target saved, and whether the
 output is plain greedy decoding's: in fp32 on a CPU it must be (exit status 1 otherwise); in bf16
-the first difference is shown with its logit margin. Arguments after `--` override the recipe.
+the first difference is shown with its logit margin. Other arguments override the recipe.
 """
 
 import argparse
@@ -16,13 +16,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from titan_lowprec import _autoload
+from titan_lowprec.titan.recipe_tool import exit_status, parse_with_overrides
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """Read the command line; what follows ``--`` belongs to the recipe."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    """Read the command line; unknown arguments belong to the recipe."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("recipe")
     parser.add_argument("--draft", type=Path, help="step of a checkpoint, or an export's folder")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
@@ -30,8 +33,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--json", type=Path, help="write the figures here as well")
-    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    return parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
+    return parse_with_overrides(parser, sys.argv[1:])
 
 
 def main() -> int:
@@ -58,4 +60,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

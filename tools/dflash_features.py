@@ -4,7 +4,7 @@ Writes the target's hidden states of the recipe's documents (features = "offline
 documents are cut to prompts and continued by the target greedily, as the paper trains; with
 --tokens-only hidden states are left out, for features = "online". An interrupted run continues with
 the same command; `torchrun --nproc_per_node=N tools/dflash_features.py ...` shards by rank.
---import-specforge reads {input_ids, loss_mask, hidden_states} files instead. Arguments after `--`
+--import-specforge reads {input_ids, loss_mask, hidden_states} files instead. Other arguments
 override the recipe.
 """
 
@@ -17,10 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from titan_lowprec import _autoload
+from titan_lowprec.titan.recipe_tool import exit_status, parse_with_overrides
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """Read the command line; what follows ``--`` belongs to the recipe."""
+    """Read the command line; unknown arguments belong to the recipe."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -33,8 +34,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--tokens-only", action="store_true")
     parser.add_argument("--shard-batches", type=int, default=16, help="batches of a file")
     parser.add_argument("--import-specforge", type=Path, nargs="+", metavar="FILE")
-    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    return parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
+    return parse_with_overrides(parser, sys.argv[1:])
 
 
 def main() -> int:
@@ -74,4 +74,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

@@ -1,7 +1,7 @@
 """Time the steps of a draft's recipe, and their parts: `python tools/dflash_time.py RECIPE`.
 
 The recipe's own trainer runs --warmup + --steps optimizer steps, without checkpoints and
-validation. Arguments after `--` override the recipe; `--dflash.target_path random` needs no
+validation. Other arguments override the recipe; `--dflash.target_path random` needs no
 weights. On a GPU times are the device's and peaks the allocator's; on a CPU there are no peaks.
 """
 
@@ -16,12 +16,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from titan_lowprec import _autoload
+from titan_lowprec.titan.recipe_tool import exit_status, parse_with_overrides
 from titan_lowprec.train import set_single_process_environment
 
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("recipe")
     parser.add_argument("--steps", type=int, default=50, help="steps to count (default 50)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (default 3)")
@@ -29,9 +32,7 @@ def main() -> int:
         "--seconds", type=float, default=float("inf"), help="begin no step later than that"
     )
     parser.add_argument("--output", help="file that a line of JSON is appended to")
-    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    options = parser.parse_args(sys.argv[1:split])
-    overrides = sys.argv[split + 1 :]
+    options, overrides = parse_with_overrides(parser, sys.argv[1:])
     _autoload.assume_cpu_without_accelerator()
     set_single_process_environment()
 
@@ -65,4 +66,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

@@ -137,7 +137,7 @@ def check_cacheable(spec: AttentionSpec) -> None:
     if spec.quantised:
         raise ValueError(
             f"CachedTarget: attention.recipe must be bf16 or fp32 for decoding, got "
-            f"{spec.recipe!r}; decode with -- --attention.recipe=bf16"
+            f"{spec.recipe!r}; decode with --attention.recipe=bf16"
         )
 
 

@@ -1,0 +1,54 @@
+"""Tools that take a recipe: overrides as in training, a caller's mistake in one line."""
+
+import argparse
+import runpy
+from pathlib import Path
+
+import pytest
+
+from titan_lowprec.titan.recipe_tool import exit_status, parse_with_overrides
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+REQUIRED = {
+    "dflash_eval": [],
+    "dflash_export": ["--out", "unused"],
+    "dflash_features": ["--out", "unused"],
+    "dflash_time": [],
+    "dry_run": [],
+}
+
+
+@pytest.mark.parametrize("separator", [[], ["--"]])
+def test_what_a_tool_does_not_know_overrides_the_recipe(separator):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("recipe")
+    parser.add_argument("--rows", type=int)
+    overrides = ["--training.steps", "6", "--loss.z_loss=0.1", "--metrics.no-enable_wandb"]
+    options, left = parse_with_overrides(parser, ["r.toml", "--rows", "3", *separator, *overrides])
+    assert (options.recipe, options.rows, left) == ("r.toml", 3, overrides)
+
+
+def test_only_a_mistake_of_the_caller_loses_its_traceback(capsys):
+    def missing_target() -> int:
+        raise ValueError("dflash.target_path: must be a step, got 'x'")
+
+    def fault() -> int:
+        raise AssertionError
+
+    assert exit_status(lambda: 0) == 0
+    assert exit_status(missing_target) == 2
+    assert capsys.readouterr().err == "dflash.target_path: must be a step, got 'x'\n"
+    with pytest.raises(AssertionError):
+        exit_status(fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", REQUIRED)
+def test_every_tool_takes_overrides_and_names_a_recipe_that_is_missing(tool, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")  # dflash_time then leaves the environment as it is
+    arguments = ["nope.toml", *REQUIRED[tool], "--training.steps", "6"]
+    monkeypatch.setattr("sys.argv", [tool, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(TOOLS / f"{tool}.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert "the recipe must be a file, got 'nope.toml'" in capsys.readouterr().err
