@@ -141,6 +141,11 @@ REFUSED = {
         HEAD + AXES + '[[include]]\nname = "c8"\nset = { "attention.weight_exponent" = 8 }\n',
         "arms must differ, got recipe=bf16/seed0 and c8/seed0 with equal configurations",
     ),
+    "one number in two spellings": (
+        HEAD.replace("recipe=bf16", "weight_exponent=7")
+        + '[axes]\n"attention.weight_exponent" = [7, 7.0]\n',
+        "arms must differ, got weight_exponent=7/seed0 and weight_exponent=7.0/seed0",
+    ),
     "equal names": (HEAD + AXES + '[[include]]\nname = "recipe=bf16"\n', "names must differ"),
     "bad name": (HEAD + AXES + '[[include]]\nname = "a/b"\n', "must match .*got 'a/b'"),
     "exclude of nothing": (

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from titan_lowprec.experiments.matrix import PLACE_KEYS, SEED_KEYS, Arm, Matrix
 from titan_lowprec.experiments.matrix_file import Config, flatten
@@ -70,12 +71,13 @@ def resolve_runs(matrix: Matrix, *, output: Path, resolve: Resolve) -> tuple[Run
             except ValueError as error:
                 raise ValueError(f"{matrix.name}, arm {arm.name}: {error}") from error
             name = f"{arm.name}/seed{seed}"
-            if digest in seen:
+            same = config_hash(alike(config), processes=matrix.processes)
+            if same in seen:
                 raise ValueError(
-                    f"{matrix.name}: arms must differ, got {seen[digest]} and {name} with equal "
+                    f"{matrix.name}: arms must differ, got {seen[same]} and {name} with equal "
                     "configurations; exclude one"
                 )
-            seen[digest] = name
+            seen[same] = name
             folder = output / matrix.name / arm.name / f"seed{seed}-{digest[:8]}"
             config["job"]["dump_folder"] = str(folder)
             runs.append(Run(arm.name, seed, config, digest))
@@ -112,6 +114,17 @@ def config_hash(config: Config, *, processes: int) -> str:
     flat = {key: value for key, value in flatten(config).items() if key not in NOT_IDENTITY}
     text = json.dumps([flat, processes], sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def alike(config: Config) -> Config:
+    """Dotted keys with whole numbers as integers: 1 and 1.0 compute the same."""
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, list):
+            return [whole(item) for item in value]
+        return int(value) if isinstance(value, float) and value.is_integer() else value
+
+    return {key: whole(value) for key, value in flatten(config).items()}
 
 
 def differing_keys(
