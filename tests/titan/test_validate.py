@@ -93,6 +93,26 @@ def test_one_bad_recipe_does_not_hide_the_others(tmp_path, capsys):
 SMALL_TEXT = Path(SMALL).read_text()
 
 
+def test_every_unknown_key_is_named_with_the_one_that_was_meant(tmp_path, capsys):
+    text = SMALL_TEXT.replace("max_documents = 32", "max_documnets = 32")
+    text += "\n[los]\nz_loss = 0.0\n[quantize.linear.float8]\nrecipe_nam = 'rowwise'\n[fast]\n"
+    (tmp_path / "wrong.toml").write_text(text)
+    assert validate_recipes([str(tmp_path / "wrong.toml")]) == 1
+    out = capsys.readouterr().out
+    named = [line.strip() for line in out.splitlines() if "must be a key" in line]
+    assert [line.split(":")[0] for line in named] == [
+        "data.max_documnets",
+        "los",
+        "quantize.linear.float8.recipe_nam",
+        "fast",
+    ]
+    for line, meant in zip(
+        named, ("data.max_documents?", "loss?", "float8.recipe_name?"), strict=False
+    ):
+        assert line.endswith(meant)
+    assert "there are [" in named[3] and "'attention'" in named[3]
+
+
 def test_overrides_are_checked_too(capsys):
     assert validate_recipes([SMALL, "--training.global_batch_size=20"]) == 1
     assert "use 16 or 24" in capsys.readouterr().out

@@ -12,11 +12,12 @@ from torchtitan.protocols.train_spec import get_train_spec
 from titan_lowprec import _autoload
 from titan_lowprec.data.bundled import resolve_path
 from titan_lowprec.ops.attention.api import resolve_impl
-from titan_lowprec.titan.check_config import check_config
+from titan_lowprec.titan.check_config import ConfigError, check_config
 from titan_lowprec.titan.config_rules import impl_on_hopper
 from titan_lowprec.titan.dflash.report import draft_rows
 from titan_lowprec.titan.estimate import memory_estimate, model_size, rows_per_step
 from titan_lowprec.titan.merged_config import MergedJobConfig
+from titan_lowprec.titan.recipe_keys import unknown_keys
 from titan_lowprec.titan.specs import attention_spec
 
 USAGE = (
@@ -79,11 +80,21 @@ def parse_command(args: list[str]) -> tuple[list[str], int, list[str]]:
 
 
 def load_recipe(recipe: str, overrides: list[str]) -> MergedJobConfig:
-    """Parse a recipe as training would, and import what it registers."""
+    """Parse a recipe as training would, and import what it registers.
+
+    Raises:
+        ValueError: There is no such file.
+        ConfigError: It has keys that do not exist; all are named.
+    """
     if not Path(recipe).is_file():
         raise ValueError(f"the recipe must be a file, got {recipe!r}; correct the path")
     args = _autoload.normalize_config_flag(["--job.config", recipe, *overrides])
-    config = cast(MergedJobConfig, ConfigManager().parse_args(args))
+    try:
+        config = cast(MergedJobConfig, ConfigManager().parse_args(args))
+    except ValueError as error:
+        if unknown := unknown_keys(recipe, args):  # TorchTitan names one section, and no neighbour
+            raise ConfigError("\n  ".join(["the recipe has unknown keys:", *unknown])) from error
+        raise
     for module in ("titan_lowprec.titan.register", config.experimental.custom_import):
         if module:
             importlib.import_module(module)
