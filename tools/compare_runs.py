@@ -6,6 +6,7 @@ Refuses runs that did not see the same batches: a difference would mean nothing.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -14,6 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from titan_lowprec.titan.metrics_file import read_metrics
+from titan_lowprec.titan.recipe_tool import exit_status
 
 EVERY = 10
 
@@ -21,6 +23,8 @@ EVERY = 10
 def training_steps(folder: Path) -> list[dict]:
     """The effective training records of a run's folder (or of a metrics file)."""
     file = folder if folder.is_file() else folder / "metrics.jsonl"
+    if not file.is_file():
+        raise ValueError(f"{folder}: must be a run's dump folder or its metrics.jsonl, is neither")
     return [record for record in read_metrics(file) if record["kind"] == "train"]
 
 
@@ -76,7 +80,7 @@ def plot(pairs: list[tuple[dict, dict]], names: tuple[str, str], file: Path) -> 
     figure.savefig(file, dpi=120)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -90,7 +94,8 @@ def main() -> None:
     plot(pairs, names, options.out.with_suffix(".png"))
     options.out.with_suffix(".md").write_text(table(pairs, names) + "\n")
     print(table(pairs, names))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -52,3 +52,13 @@ def test_every_tool_takes_overrides_and_names_a_recipe_that_is_missing(tool, mon
         runpy.run_path(str(TOOLS / f"{tool}.py"), run_name="__main__")
     assert ended.value.code == 2
     assert "the recipe must be a file, got 'nope.toml'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_comparing_a_run_that_is_missing_names_it(tmp_path, monkeypatch, capsys):
+    arguments = [str(tmp_path / "nope"), str(tmp_path), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", ["compare_runs", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(TOOLS / "compare_runs.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert f"{tmp_path / 'nope'}: must be a run's dump folder" in capsys.readouterr().err
