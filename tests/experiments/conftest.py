@@ -1,8 +1,11 @@
 """Matrix files and stand-in runs, so that logic is tested without training."""
 
 import json
+import os
+import signal
 import sys
 import threading
+import time
 from copy import deepcopy
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 
 from titan_lowprec.experiments.matrix import read_matrix
 from titan_lowprec.experiments.resolution import resolve_runs
-from titan_lowprec.experiments.run_state import State, save_runs, write_state
+from titan_lowprec.experiments.run_state import State, last_step, save_runs, write_state
 from titan_lowprec.experiments.runner import Slot, Sweep
 
 DEFAULTS = {
@@ -139,3 +142,17 @@ class Workshop:
 @pytest.fixture
 def workshop(tmp_path):
     return Workshop(Path(tmp_path))
+
+
+def stop_at_step(stop, run, step):
+    """Set the event as soon as a run has reached a step."""
+    while last_step(run.folder) < step:
+        time.sleep(0.01)
+    stop.set()
+
+
+def kill_at_step(run, step):
+    """Kill the run's process with SIGKILL as soon as it has reached a step."""
+    while last_step(run.folder) < step:
+        time.sleep(0.01)
+    os.kill(int((run.folder / "pid").read_text()), signal.SIGKILL)

@@ -10,9 +10,7 @@ import time
 
 import pytest
 
-from tests.experiments.conftest import HEAD, Workshop
-from titan_lowprec.experiments.report_table import table_rows
-from titan_lowprec.experiments.results import load_histories, summarise
+from tests.experiments.conftest import kill_at_step, stop_at_step
 from titan_lowprec.experiments.run_state import (
     failure_reason,
     file_size,
@@ -31,7 +29,6 @@ from titan_lowprec.experiments.runner import (
     to_do,
     train_command,
 )
-from titan_lowprec.titan.metrics_file import read_metrics
 
 
 def statuses(runs):
@@ -133,45 +130,6 @@ def test_time_left_comes_from_the_pace_of_the_sweep(workshop):
     _, shown = workshop.sweep(runs[:2])
     after_one = next(line for line in shown if line.startswith("1/2"))
     assert "time left: 0:00:0" in after_one  # five steps took well under ten seconds
-
-
-FOUR_ARMS = """
-[axes]
-"attention.recipe" = ["bf16", "mxfp8"]
-"attention.scales" = ["token_block", "token"]
-"""
-
-
-@pytest.mark.slow
-def test_a_sweep_of_eight_runs_that_is_stopped_half_way_and_resumed_has_the_unbroken_table(
-    tmp_path,
-):
-    text = HEAD.replace('"recipe=bf16"', '"recipe=bf16,scales=token"') + FOUR_ARMS
-    tables = []
-    for name in ("unbroken", "broken"):
-        (tmp_path / name).mkdir()
-        workshop = Workshop(tmp_path / name)
-        runs = workshop.saved(text)
-        assert len(runs) == 8
-        if name == "broken":
-            stop = threading.Event()
-            hanging = runs[4]  # the third arm, so that others have finished
-            threading.Thread(target=stop_at_step, args=(stop, hanging, 2)).start()
-            workshop.sweep(runs, stop=stop, slots=2, behaviour={hanging.arm: "hang"})
-            states = statuses(runs)
-            assert "interrupted" in states and "finished" in states and "new" in states
-        assert workshop.sweep(to_do(runs, retry_failed=False), slots=2)[0]
-        results = summarise(workshop.matrix(text), load_histories(runs, read_metrics))
-        tables.append(table_rows(results))
-    assert tables[0] == tables[1]
-    assert {row[2] for row in tables[0]} == {"2/2"} and len({row[3] for row in tables[0]}) == 4
-
-
-def stop_at_step(stop, run, step):
-    """Set the event as soon as a run has reached a step."""
-    while last_step(run.folder) < step:
-        time.sleep(0.01)
-    stop.set()
 
 
 def test_steps_that_a_resumed_run_repeats_count_for_the_pace(workshop, monkeypatch):
@@ -292,10 +250,3 @@ def test_two_sweeps_at_once_run_each_run_once(workshop):
     assert [read_state(run).attempts for run in runs] == [1] * 4
     assert statuses(runs) == ["finished"] * 4
     assert not list((workshop.folder / "out").rglob("*.tmp"))
-
-
-def kill_at_step(run, step):
-    """Kill the run's process with SIGKILL as soon as it has reached a step."""
-    while last_step(run.folder) < step:
-        time.sleep(0.01)
-    os.kill(int((run.folder / "pid").read_text()), signal.SIGKILL)
