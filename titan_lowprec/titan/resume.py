@@ -78,8 +78,9 @@ def check_resume(job_config: MergedJobConfig, identity: dict[str, Any], *, load_
         logger.warning(f"{path} is missing: cannot compare this recipe with the checkpoint's")
         return
     saved = json.loads(path.read_text())
+    spelled = {"lr_scheduler.total_steps": "lr_scheduler.total_steps, or else training.steps"}
     changed = [
-        f"{key}: {saved.get(key)!r} -> {identity.get(key)!r}"
+        f"{spelled.get(key, key)}: {saved.get(key)!r} -> {identity.get(key)!r}"
         for key in sorted(saved.keys() | identity.keys())
         if saved.get(key) != identity.get(key)
     ]
