@@ -121,9 +121,8 @@ def opening(matrix: Matrix, chosen: list[Run], waiting: list[Run], at_once: int)
     return text
 
 
-def leave(options: argparse.Namespace, matrix: Matrix, runs: list[Run], folder: Path) -> int:
+def leave(options: argparse.Namespace, matrix: Matrix, waiting: list[Run], folder: Path) -> int:
     """Submit what is to do, or print a command for each."""
-    waiting = runner.to_do(runs, retry_failed=options.retry_failed)
     if options.print_commands:
         for run in waiting:
             print(cluster.torchrun_line(run, processes=matrix.processes))
@@ -174,6 +173,7 @@ def main() -> int:
             return 0
         elsewhere = options.cluster or options.print_commands
         places = () if elsewhere else slots(options, matrix.processes, device=matrix.device)
+        waiting = runner.to_do(chosen, retry_failed=options.retry_failed)
     except (ValueError, OSError) as error:
         print(f"sweep: {error}", file=sys.stderr)
         return 2
@@ -181,11 +181,10 @@ def main() -> int:
     run_state.save_runs(runs, folder)
     state_plan(matrix, folder)
     if elsewhere:
-        return leave(options, matrix, chosen, folder)
+        return leave(options, matrix, waiting, folder)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    waiting = runner.to_do(chosen, retry_failed=options.retry_failed)
     print(opening(matrix, chosen, waiting, len(places)))
     sweep = runner.Sweep(
         waiting,
