@@ -10,6 +10,7 @@ from titan_lowprec.titan.validate import load_recipe
 TINY = str(Path(__file__).resolve().parents[2] / "recipes" / "llama_tiny_mxfp8.toml")
 
 
+@pytest.mark.slow
 def test_another_number_of_steps_is_refused_by_the_key_that_people_set(tmp_path):
     def resumed(*overrides: str) -> None:
         config = load_recipe(TINY, [f"--job.dump_folder={tmp_path}", *overrides])
