@@ -11,6 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from titan_lowprec import _autoload
+
+_autoload.assume_cpu_without_accelerator()  # before any test file imports TorchTitan
+
 
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
