@@ -22,7 +22,7 @@ def hadamard_butterflies(x, D: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def hadamard_product(x, ROWS: tl.constexpr, D: tl.constexpr, TYPE: tl.constexpr):
-    """Rotate the rows of an fp32 tile ``[ROWS, D]``, a result of the tensor cores, to about 2**-17.
+    """Rotate the rows of an fp32 tile ``[ROWS, D]``, a result of the tensor cores, to about 2**-16.
 
     Not yet multiplied by ``D**-0.5``. ``H_D`` is the Kronecker product of ``H_(D/16)``, whose
     butterflies in fp32 stay inside a thread of an accumulator, and of ``H_16``, a product on the
@@ -44,8 +44,7 @@ def hadamard_product(x, ROWS: tl.constexpr, D: tl.constexpr, TYPE: tl.constexpr)
     parity = (parity ^ (parity >> 1)) & 1
     sign = (1 - 2 * parity).to(TYPE)  # [16, 16], symmetric
     x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, PIECES, 16]), (1, 0, 2)), [PIECES * ROWS, 16])
-    # rounded with integers, half away from zero: conversions to bf16 and back run at a quarter rate
-    bits = x.to(tl.int32, bitcast=True)
-    high = ((bits + 0x8000) & -65536).to(tl.float32, bitcast=True)
+    # truncated with integers: conversions to bf16 and back run at a quarter rate
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     x = tl.dot((x - high).to(TYPE), sign) + tl.dot(high.to(TYPE), sign)
     return tl.reshape(tl.permute(tl.reshape(x, [PIECES, ROWS, 16]), (1, 0, 2)), [ROWS, D])

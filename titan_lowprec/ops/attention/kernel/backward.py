@@ -4,12 +4,16 @@ import triton
 import triton.language as tl
 
 from titan_lowprec.ops.attention.kernel.tiles import (
+    as_blocks,
     as_column_pairs,
     as_rows,
     cast_exponent_log2,
     fold_and_cast,
+    load_block_scalars,
     load_column_pairs,
     load_columns,
+    load_item,
+    load_resident_rows,
     load_rows,
     load_transposed,
     nan_of,
@@ -31,13 +35,11 @@ def _query_terms(terms_ptr, column, tile, length, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _query_factors(qs_ptr, column, BLOCK_M: tl.constexpr, TOKEN: tl.constexpr,
-                   WIDE: tl.constexpr):  # fmt: skip
+def _query_factors(factor, WIDE: tl.constexpr):
     """Factors of Q's scales, with NaN for scores and finite for the fold into U.
 
     WIDE scores know nothing of these scales: the first is then 1 or NaN, for dP.
     """
-    factor = load_columns(qs_ptr, column, BLOCK_M, TOKEN)
     finite = without_nan(factor)
     if WIDE:
         factor = nan_of(factor)
@@ -46,7 +48,7 @@ def _query_factors(qs_ptr, column, BLOCK_M: tl.constexpr, TOKEN: tl.constexpr,
 
 @triton.jit
 def _keys_step_fp8(
-    k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr, qs_ptr,
+    k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr, q_scales,
     terms, head, token, column, columns, first_key, first_query, length, masked,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr, WIDE: tl.constexpr,
@@ -56,10 +58,12 @@ def _keys_step_fp8(
     ``masked``, known at run time: some pairs of the tile do not attend.
     """
     BLOCKS: tl.constexpr = BLOCK_M // 32
-    q_factor, q_finite = _query_factors(qs_ptr, column, BLOCK_M, TOKEN, WIDE)
+    q_factor, q_finite = _query_factors(q_scales, WIDE)
     left = length - first_query
-    lse, delta = as_column_pairs(terms, BLOCK_M, True)
+    lse, delta = as_column_pairs(terms, BLOCK_M)
     q = load_rows(q_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, False)
+    g = load_rows(g_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, False)
+    gt = load_transposed(gt_ptr, column, head, columns, BLOCK_M, D, BLOCK_D)
     s = tl.reshape(tl.dot(k, tl.trans(q)), [BLOCK_N, BLOCKS, 4, 4, 2])
     if WIDE:
         t = s * k_factor - lse  # log2 of P * 2**e_g
@@ -73,17 +77,16 @@ def _keys_step_fp8(
         t = tl.where(seen, t, float("-inf"))
     exponent = cast_exponent_log2(tile_maximum(t))
     p = tl.exp2(t - as_rows(exponent))
-    g = load_rows(g_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, False)
     e = tl.reshape(tl.dot(v, tl.trans(g)), [BLOCK_N, BLOCKS, 4, 4, 2])
     if WIDE:
         u = p * (e * (as_rows(v_factor) * q_factor) - delta)
     else:
         u = p * (e * as_rows(v_factor) - delta)
-    if masked:  # dP may be another document's NaN
-        u = tl.where(p == 0.0, 0.0, u)
+    if masked:  # dP may be another document's NaN; asked anew, so that whole tiles branch around it
+        seen = visible(first_key, first_query, length, BLOCK_N, BLOCK_M, CAUSAL, True)
+        u = tl.where(tl.reshape(seen, [BLOCK_N, BLOCKS, 4, 4, 2]), u, 0.0)
     codes, u_exponent = fold_and_cast(u, q_finite, TOKEN)
     p = permute_token_pairs(tl.reshape(p.to(tl.float8e4nv), [BLOCK_N, BLOCK_M]), BLOCK_N, BLOCK_M)
-    gt = load_transposed(gt_ptr, column, head, columns, BLOCK_M, D, BLOCK_D)
     dv = dv + tl.dot(p, tl.trans(gt)) * tl.exp2(exponent)[:, None]
     codes = permute_token_pairs(tl.reshape(codes, [BLOCK_N, BLOCK_M]), BLOCK_N, BLOCK_M)
     qt = load_transposed(qt_ptr, column, head, columns, BLOCK_M, D, BLOCK_D)
@@ -99,7 +102,7 @@ def _keys_step_bf16(
     BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     left = length - first_query
-    lse, delta = load_column_pairs(terms_ptr, column, BLOCK_M, True)
+    lse, delta = load_column_pairs(terms_ptr, column, BLOCK_M)
     lse = tl.reshape(lse, [1, BLOCK_M])
     delta = tl.reshape(delta, [1, BLOCK_M])
     q = load_rows(q_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, MASKED)
@@ -135,12 +138,21 @@ def _keys_of_head(
     if FP8:
         # carried from tile to tile: stages of them would leave room for one program only
         terms = _query_terms(terms_ptr, column, diagonal, length, BLOCK_M)
+        BLOCKS: tl.constexpr = BLOCK_M // 32
+        if not TOKEN:
+            s0, s1, s2, s3 = load_block_scalars(qs_ptr, (column + diagonal) // 32, 1, BLOCKS)
         for tile in tl.range(diagonal, length, BLOCK_M, num_stages=STAGES):
+            if TOKEN:
+                q_scales = load_columns(qs_ptr, column + tile, BLOCK_M)
+            else:
+                q_scales = as_blocks(s0, s1, s2, s3, BLOCKS)
+                ahead = tl.where(tile + BLOCK_M < length, tile + BLOCK_M, tile)
+                s0, s1, s2, s3 = load_block_scalars(qs_ptr, (column + ahead) // 32, 1, BLOCKS)
             next_terms = _query_terms(terms_ptr, column, tile + BLOCK_M, length, BLOCK_M)
             masked = (tile < whole) | (tile + BLOCK_M > length)
             dk, dv = _keys_step_fp8(
                 k, v, k_factor, v_factor, dk, dv, q_ptr, g_ptr, qt_ptr, gt_ptr,
-                qs_ptr, terms, head, start + tile, column + tile,
+                q_scales, terms, head, start + tile, column + tile,
                 columns, first_key, tile, length, masked, H, BLOCK_M, BLOCK_N, D, BLOCK_D,
                 CAUSAL, TOKEN, WIDE,
             )  # fmt: skip
@@ -181,10 +193,9 @@ def attention_backward_keys(
     GROUP: tl.constexpr = H // J
     item = items_ptr + tl.program_id(0) * 4
     j = tl.program_id(1)
-    start = tl.load(item)
-    length = tl.load(item + 1)
-    first_key = tl.load(item + 2) * BLOCK_N
-    column = tl.load(item + 3) * 32
+    start, length, tile, block = load_item(item)
+    first_key = tile * BLOCK_N
+    column = block * 32
     if length == 0:
         return
     left = tl.abs(length) - first_key
@@ -192,8 +203,8 @@ def attention_backward_keys(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if length > 0:
-        k = load_rows(k_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D, False)
-        v = load_rows(v_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D, False)
+        k = load_resident_rows(k_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D)
+        v = load_resident_rows(v_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D)
         k_factor = score_factor
         v_factor = 1.0
         if FP8:
@@ -221,15 +232,12 @@ def attention_backward_keys(
 
 
 @triton.jit
-def _key_factors(ks_ptr, vs_ptr, column, BLOCK_N: tl.constexpr, TOKEN: tl.constexpr,
-                 WIDE: tl.constexpr):  # fmt: skip
+def _key_factors(k_factor, v_factor, WIDE: tl.constexpr):
     """Factors of K's scales for scores and (finite) for the fold into U, and of V's scales.
 
     WIDE scores know nothing of K's scales: their NaN then goes to V's, and so to dP; the first
     is not used.
     """
-    k_factor = load_columns(ks_ptr, column, BLOCK_N, TOKEN)
-    v_factor = load_columns(vs_ptr, column, BLOCK_N, TOKEN)
     finite = without_nan(k_factor)
     if WIDE:
         k_factor = nan_of(k_factor)
@@ -239,7 +247,7 @@ def _key_factors(ks_ptr, vs_ptr, column, BLOCK_N: tl.constexpr, TOKEN: tl.conste
 
 @triton.jit
 def _queries_step_fp8(
-    q, g, row_factor, lse, delta, dq, k_ptr, v_ptr, kt_ptr, ks_ptr, vs_ptr,
+    q, g, row_factor, lse, delta, dq, k_ptr, v_ptr, kt_ptr, k_scales, v_scales,
     head, token, column, columns, first_row, first_key, length, masked,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, TOKEN: tl.constexpr, WIDE: tl.constexpr,
@@ -249,9 +257,11 @@ def _queries_step_fp8(
     ``masked`` as for keys.
     """
     BLOCKS: tl.constexpr = BLOCK_N // 32
-    k_factor, k_finite, v_factor = _key_factors(ks_ptr, vs_ptr, column, BLOCK_N, TOKEN, WIDE)
+    k_factor, k_finite, v_factor = _key_factors(k_scales, v_scales, WIDE)
     left = length - first_key
     k = load_rows(k_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D, False)
+    v = load_rows(v_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D, False)
+    kt = load_transposed(kt_ptr, column, head, columns, BLOCK_N, D, BLOCK_D)
     s = tl.reshape(tl.dot(q, tl.trans(k)), [BLOCK_M, BLOCKS, 4, 4, 2])
     if WIDE:
         p = tl.exp2(s * row_factor - as_rows(lse))
@@ -259,7 +269,6 @@ def _queries_step_fp8(
         p = tl.exp2(s * k_factor * as_rows(row_factor) - as_rows(lse))
     else:
         p = tl.exp2(s * (as_rows(row_factor) * k_factor) - as_rows(lse))
-    v = load_rows(v_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D, False)
     e = tl.reshape(tl.dot(g, tl.trans(v)), [BLOCK_M, BLOCKS, 4, 4, 2])
     u = p * (e * v_factor - as_rows(delta))
     if masked:
@@ -267,7 +276,6 @@ def _queries_step_fp8(
         u = tl.where(tl.reshape(seen, [BLOCK_M, BLOCKS, 4, 4, 2]), u, 0.0)
     codes, exponent = fold_and_cast(u, k_finite, TOKEN)
     codes = permute_token_pairs(tl.reshape(codes, [BLOCK_M, BLOCK_N]), BLOCK_M, BLOCK_N)
-    kt = load_transposed(kt_ptr, column, head, columns, BLOCK_N, D, BLOCK_D)
     return dq + tl.dot(codes, tl.trans(kt)) * tl.exp2(exponent)[:, None]
 
 
@@ -302,10 +310,9 @@ def attention_backward_queries(
     """dQ of one query tile: all key tiles that it sees. WIDE: as for dK, with K's scales."""
     item = items_ptr + tl.program_id(0) * 4
     head = tl.program_id(1)
-    start = tl.load(item)
-    length = tl.load(item + 1)
-    first_row = tl.load(item + 2) * BLOCK_M
-    column = tl.load(item + 3) * 32
+    start, length, tile, block = load_item(item)
+    first_row = tile * BLOCK_M
+    column = block * 32
     if length == 0:
         return
     left = tl.abs(length) - first_row
@@ -313,8 +320,8 @@ def attention_backward_queries(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if length > 0:
         j = head // (H // J)
-        q = load_rows(q_ptr, token, head, left, BLOCK_M, H, D, BLOCK_D, False)
-        g = load_rows(g_ptr, token, head, left, BLOCK_M, H, D, BLOCK_D, False)
+        q = load_resident_rows(q_ptr, token, head, left, BLOCK_M, H, D, BLOCK_D)
+        g = load_resident_rows(g_ptr, token, head, left, BLOCK_M, H, D, BLOCK_D)
         row = tl.arange(0, BLOCK_M)
         at = (token + row).to(tl.int64) * H + head
         lse = tl.load(lse_ptr + at, mask=row < left, other=float("inf"))
@@ -333,9 +340,23 @@ def attention_backward_queries(
             if not WIDE:
                 q_byte = tl.load(qs_ptr + at, mask=row < left, other=0)
                 row_factor = score_factor * scale_factor(q_byte)
+            BLOCKS: tl.constexpr = BLOCK_N // 32
+            if not TOKEN:
+                k0, k1, k2, k3 = load_block_scalars(ks_ptr, column // 32, 1, BLOCKS)
+                v0, v1, v2, v3 = load_block_scalars(vs_ptr, column // 32, 1, BLOCKS)
             for first_key in tl.range(0, keys, BLOCK_N, num_stages=STAGES):
+                if TOKEN:
+                    k_scales = load_columns(ks_ptr, column + first_key, BLOCK_N)
+                    v_scales = load_columns(vs_ptr, column + first_key, BLOCK_N)
+                else:
+                    k_scales = as_blocks(k0, k1, k2, k3, BLOCKS)
+                    v_scales = as_blocks(v0, v1, v2, v3, BLOCKS)
+                    ahead = tl.where(first_key + BLOCK_N < keys, first_key + BLOCK_N, first_key)
+                    block = (column + ahead) // 32
+                    k0, k1, k2, k3 = load_block_scalars(ks_ptr, block, 1, BLOCKS)
+                    v0, v1, v2, v3 = load_block_scalars(vs_ptr, block, 1, BLOCKS)
                 dq = _queries_step_fp8(
-                    q, g, row_factor, lse, delta, dq, k_ptr, v_ptr, kt_ptr, ks_ptr, vs_ptr,
+                    q, g, row_factor, lse, delta, dq, k_ptr, v_ptr, kt_ptr, k_scales, v_scales,
                     j, start + first_key, column + first_key, columns, first_row,
                     first_key, length, first_key >= unmasked, J, BLOCK_M, BLOCK_N, D, BLOCK_D,
                     CAUSAL, TOKEN, WIDE,

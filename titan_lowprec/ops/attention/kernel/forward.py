@@ -4,9 +4,13 @@ import triton
 import triton.language as tl
 
 from titan_lowprec.ops.attention.kernel.tiles import (
+    as_blocks,
     as_rows,
+    load_block_scalars,
     load_column_pairs,
     load_columns,
+    load_item,
+    load_resident_rows,
     load_rows,
     load_transposed,
     normal_factor,
@@ -24,17 +28,6 @@ _SUM_EXPONENT = tl.constexpr(SUM_EXPONENT)
 
 _NOTHING_SEEN = tl.constexpr(-1e30)
 """Running maxima before the first key: finite, so that differences stay numbers."""
-
-
-@triton.jit
-def _tile_scales(ks_ptr, vs_ptr, column, COLUMNS: tl.constexpr, TOKEN: tl.constexpr,
-                 WIDE: tl.constexpr):  # fmt: skip
-    """Factors of K (WIDE scores need none), exponents of V and what takes those out again."""
-    k_factor = 1.0
-    if not WIDE:
-        k_factor = load_columns(ks_ptr, column, COLUMNS, TOKEN)
-    v_exponent, unfold = load_column_pairs(vs_ptr, column, COLUMNS, TOKEN)
-    return k_factor, v_exponent, unfold
 
 
 @triton.jit
@@ -79,10 +72,7 @@ def _softmax_fp8(
     shift = WEIGHT_EXPONENT - as_rows(new_reference)
     if TOKEN:
         weight = tl.exp2(t + shift)
-        summed = weight * unfold
-        if masked:  # another document's NaN
-            summed = tl.where(weight == 0.0, 0.0, summed)
-        summed = tl.sum(tl.sum(tl.sum(summed, 4), 2), 1)
+        summed = tl.sum(tl.sum(tl.sum(weight * unfold, 4), 2), 1)
     else:
         weight = tl.exp2(s * factor + (v_exponent + shift))
         summed = tl.sum(tl.sum(weight, 4, keep_dims=True), 2, keep_dims=True) * unfold
@@ -110,20 +100,37 @@ def _rows_fp8(
     wide = columns if TOKEN else columns // 32
     ks_ptr += j.to(tl.int64) * wide
     vs_ptr += j.to(tl.int64) * wide * 2
+    BLOCKS: tl.constexpr = BLOCK_N // 32
+    if not TOKEN:
+        k0, k1, k2, k3 = load_block_scalars(ks_ptr, column // 32, 1, BLOCKS)
+        e0, e1, e2, e3 = load_block_scalars(vs_ptr, column // 32, 2, BLOCKS)
+        u0, u1, u2, u3 = load_block_scalars(vs_ptr + 1, column // 32, 2, BLOCKS)
     for first_key in tl.range(0, keys, BLOCK_N, num_stages=STAGES):
-        k_factor, v_exponent, unfold = _tile_scales(
-            ks_ptr, vs_ptr, column + first_key, BLOCK_N, TOKEN, WIDE
-        )
+        k_factor = 1.0  # WIDE scores need none
+        if TOKEN:
+            if not WIDE:
+                k_factor = load_columns(ks_ptr, column + first_key, BLOCK_N)
+            v_exponent, unfold = load_column_pairs(vs_ptr, column + first_key, BLOCK_N)
+        else:
+            if not WIDE:
+                k_factor = as_blocks(k0, k1, k2, k3, BLOCKS)
+            v_exponent = as_blocks(e0, e1, e2, e3, BLOCKS)
+            unfold = as_blocks(u0, u1, u2, u3, BLOCKS)
+            ahead = tl.where(first_key + BLOCK_N < keys, first_key + BLOCK_N, first_key)
+            block = (column + ahead) // 32
+            k0, k1, k2, k3 = load_block_scalars(ks_ptr, block, 1, BLOCKS)
+            e0, e1, e2, e3 = load_block_scalars(vs_ptr, block, 2, BLOCKS)
+            u0, u1, u2, u3 = load_block_scalars(vs_ptr + 1, block, 2, BLOCKS)
         k = load_rows(
             k_ptr, token + first_key, j, length - first_key, BLOCK_N, J, D, BLOCK_D, False
         )
+        v = load_transposed(v_ptr, column + first_key, j, columns, BLOCK_N, D, BLOCK_D)
         s = tl.dot(q, tl.trans(k))
         p, gain, total, reference = _softmax_fp8(
             s, row_factor, k_factor, v_exponent, unfold, total, reference, first_row, first_key,
             length, first_key >= unmasked, BLOCK_M, BLOCK_N, CAUSAL, TOKEN,
             WEIGHT_EXPONENT, MAX_LAG,
         )  # fmt: skip
-        v = load_transposed(v_ptr, column + first_key, j, columns, BLOCK_N, D, BLOCK_D)
         acc = acc * gain[:, None] + tl.dot(p, tl.trans(v))
     row_sum = tl.sum(total, 1)
     out = acc * ((1.0 / row_sum) * 2.0**-_SUM_EXPONENT)[:, None]
@@ -168,10 +175,9 @@ def attention_forward(
     """
     item = items_ptr + tl.program_id(0) * 4
     head = tl.program_id(1)
-    start = tl.load(item)
-    length = tl.load(item + 1)
-    first_row = tl.load(item + 2) * BLOCK_M
-    column = tl.load(item + 3) * 32
+    start, length, tile, block = load_item(item)
+    first_row = tile * BLOCK_M
+    column = block * 32
     if length == 0:
         return
     row = first_row + tl.arange(0, BLOCK_M)
@@ -189,7 +195,7 @@ def attention_forward(
         tl.store(lse_ptr + at, tl.full([BLOCK_M], float("inf"), tl.float32), mask=inside)
         return
     j = head // (H // J)
-    q = load_rows(q_ptr, token, head, rows_left, BLOCK_M, H, D, BLOCK_D, False)
+    q = load_resident_rows(q_ptr, token, head, rows_left, BLOCK_M, H, D, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     keys = length
     unmasked = length // BLOCK_N * BLOCK_N

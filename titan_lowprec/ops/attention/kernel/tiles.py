@@ -11,47 +11,62 @@ import triton
 import triton.language as tl
 
 from titan_lowprec.formats.catalogue import E4M3FN
-from titan_lowprec.ops.quantize.kernel import scale_byte
+from titan_lowprec.ops.quantize.kernel import E4M3_MAX_EXPONENT, RCEIL_MANTISSA
 
 _LOG2_E4M3_MAX = tl.constexpr(math.log2(E4M3FN.max_value))
+_E4M3_MAX_EXPONENT = tl.constexpr(E4M3_MAX_EXPONENT)
+_RCEIL_MANTISSA = tl.constexpr(RCEIL_MANTISSA)
 _LOWEST_EXPONENT = tl.constexpr(-16384.0)
 
 
 @triton.jit
-def load_columns(ptr, column, COLUMNS: tl.constexpr, TOKEN: tl.constexpr):
-    """A tile's fp32 values from ``column`` on, ``[1, blocks, 4, 4, 2]``: one a token.
+def load_columns(ptr, column, COLUMNS: tl.constexpr):
+    """A tile's fp32 values from ``column`` on, one a token, ``[1, blocks, 4, 4, 2]``.
 
-    Without TOKEN one a block, ``[1, blocks, 1, 1, 1]``. Readable past any document.
+    Readable past any document.
     """
-    if TOKEN:
-        x = tl.load(ptr + column + tl.arange(0, COLUMNS))
-        x = tl.reshape(x, [1, COLUMNS // 32, 4, 4, 2])
-    else:
-        x = tl.load(ptr + column // 32 + tl.arange(0, COLUMNS // 32))[None, :, None, None, None]
-    return x
+    x = tl.load(ptr + column + tl.arange(0, COLUMNS))
+    return tl.reshape(x, [1, COLUMNS // 32, 4, 4, 2])
 
 
 @triton.jit
-def load_column_pairs(ptr, column, COLUMNS: tl.constexpr, TOKEN: tl.constexpr):
-    """Two values a column that lie side by side, each as ``load_columns`` gives it.
+def load_block_scalars(ptr, block, STRIDE: tl.constexpr, BLOCKS: tl.constexpr):
+    """Values of the up to four blocks from ``block`` on, as scalars; STRIDE values a block.
+
+    Carried over a loop they arrive a tile ahead, without shared memory or barriers.
+    """
+    x0 = tl.load(ptr + block * STRIDE)
+    x1 = tl.load(ptr + (block + 1) * STRIDE)
+    x2, x3 = x0, x1
+    if BLOCKS == 4:
+        x2 = tl.load(ptr + (block + 2) * STRIDE)
+        x3 = tl.load(ptr + (block + 3) * STRIDE)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def as_blocks(x0, x1, x2, x3, BLOCKS: tl.constexpr):
+    """Scalars of blocks as ``[1, blocks, 1, 1, 1]``."""
+    block = tl.arange(0, BLOCKS)
+    x = tl.where(block == 0, x0, x1)
+    if BLOCKS == 4:
+        x = tl.where(block < 2, x, tl.where(block == 2, x2, x3))
+    return x[None, :, None, None, None]
+
+
+@triton.jit
+def load_column_pairs(ptr, column, COLUMNS: tl.constexpr):
+    """Two values a token that lie side by side, each as ``load_columns`` gives it.
 
     One load for both: alone, every thread copies the columns of its own accumulator.
     """
-    if TOKEN:
-        both = tl.load(ptr + 2 * column + tl.arange(0, 2 * COLUMNS))
-    else:
-        both = tl.load(ptr + column // 32 * 2 + tl.arange(0, COLUMNS // 16))
-    return as_column_pairs(both, COLUMNS, TOKEN)
+    return as_column_pairs(tl.load(ptr + 2 * column + tl.arange(0, 2 * COLUMNS)), COLUMNS)
 
 
 @triton.jit
-def as_column_pairs(both, COLUMNS: tl.constexpr, TOKEN: tl.constexpr):
-    """Two values that lie side by side, each in the shape of ``load_columns``."""
-    if TOKEN:
-        both = tl.reshape(both, [1, COLUMNS // 32, 4, 4, 2, 2])
-    else:
-        both = tl.reshape(both, [1, COLUMNS // 32, 1, 1, 1, 2])
-    return tl.split(both)
+def as_column_pairs(both, COLUMNS: tl.constexpr):
+    """Two values a token that lie side by side, each in the shape of ``load_columns``."""
+    return tl.split(tl.reshape(both, [1, COLUMNS // 32, 4, 4, 2, 2]))
 
 
 @triton.jit
@@ -74,6 +89,38 @@ def as_rows(x):
 
 
 @triton.jit
+def load_item(ptr):
+    """Start, length, tile and first block of a work item.
+
+    Volatile: otherwise three of the four loads are moved behind the test of the first.
+    """
+    start = tl.load(ptr, volatile=True)
+    length = tl.load(ptr + 1, volatile=True)
+    tile = tl.load(ptr + 2, volatile=True)
+    block = tl.load(ptr + 3, volatile=True)
+    return start, length, tile, block
+
+
+@triton.jit
+def load_resident_rows(
+    ptr, token, head, length,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``[ROWS, BLOCK_D]`` of consecutive tokens of a head; rows past the document are zeros.
+
+    For what a program loads once: unlike loads through a descriptor, several of these are on
+    their way at the same time.
+    """
+    row = tl.arange(0, ROWS)
+    feature = tl.arange(0, BLOCK_D)
+    at = (token + row).to(tl.int64)[:, None] * (HEADS * D) + head * D + feature[None, :]
+    inside = (row < length)[:, None]
+    if D < BLOCK_D:
+        inside = inside & (feature < D)[None, :]
+    return tl.load(ptr + at, mask=inside, other=0.0)
+
+
+@triton.jit
 def load_rows(
     source, token, head, length,
     ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -90,11 +137,7 @@ def load_rows(
         if CLEAN:
             x = tl.where((tl.arange(0, ROWS) < length)[:, None], x, 0.0)
     else:
-        row = tl.arange(0, ROWS)
-        feature = tl.arange(0, BLOCK_D)
-        at = (token + row).to(tl.int64)[:, None] * (HEADS * D) + head * D + feature[None, :]
-        inside = (row < length)[:, None] & (feature < D)[None, :]
-        x = tl.load(source + at, mask=inside, other=0.0)
+        x = load_resident_rows(source, token, head, length, ROWS, HEADS, D, BLOCK_D)
     return x
 
 
@@ -148,10 +191,19 @@ def nan_of(factor):
 
 
 @triton.jit
-def cast_exponent(amax):
-    """Smallest exponent, as fp32, that brings magnitudes up to amax into e4m3: the rceil rule."""
-    bits = amax.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.minimum(scale_byte(bits), 254).to(tl.float32) - 127.0
+def fold_exponent(amax):
+    """Exponent of the rceil rule for non-negative ``amax``, at least -100, as a biased integer.
+
+    The sum carries into the exponent's bits where the mantissa is beyond that of e4m3's maximum.
+    """
+    bits = amax.to(tl.int32, bitcast=True) + (0x7FFFFF - _RCEIL_MANTISSA)
+    return tl.maximum((bits >> 23) - _E4M3_MAX_EXPONENT, 127 - 100)
+
+
+@triton.jit
+def power_of_two(biased):
+    """``2**(biased - 127)`` for 0 < biased < 255."""
+    return (biased << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -171,11 +223,11 @@ def fold_and_cast(u, column_factor, ELEMENTWISE: tl.constexpr):
     """e4m3 codes of ``u * column_factor`` with one exponent a row, and the exponents ``[M]``."""
     if ELEMENTWISE:
         u = u * column_factor
-        exponent = tl.maximum(cast_exponent(tile_maximum(tl.abs(u))), -100.0)
-        factor = as_rows(tl.exp2(-exponent))
+        biased = fold_exponent(tile_maximum(tl.abs(u)))
+        factor = as_rows(power_of_two(254 - biased))
     else:
         highest = tl.max(tl.max(tl.abs(u), 4, keep_dims=True), 2, keep_dims=True)
-        highest = tile_maximum(highest * column_factor)
-        exponent = tl.maximum(cast_exponent(highest), -100.0)
-        factor = tl.minimum(column_factor * as_rows(tl.exp2(-exponent)), 1.7e38)  # 0 stays 0
-    return (u * factor).to(tl.float8e4nv), exponent
+        biased = fold_exponent(tile_maximum(highest * column_factor))
+        factor = column_factor * as_rows(power_of_two(254 - biased))
+        factor = tl.minimum(factor, 1.7e38)  # 0 stays 0
+    return (u * factor).to(tl.float8e4nv), biased.to(tl.float32) - 127.0

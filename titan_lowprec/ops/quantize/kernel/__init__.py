@@ -2,8 +2,9 @@
 
 from titan_lowprec.ops.quantize.kernel.columns import SUM_EXPONENT, scale_columns
 from titan_lowprec.ops.quantize.kernel.encode import (
+    E4M3_MAX_EXPONENT,
+    RCEIL_MANTISSA,
     permute_token_pairs,
-    scale_byte,
     scale_exponent,
     scale_factor,
 )
@@ -20,6 +21,8 @@ from titan_lowprec.ops.quantize.kernel.quantize import (
 from titan_lowprec.ops.quantize.kernel.work_items import TILE_BLOCKS, work_lists
 
 __all__ = [
+    "E4M3_MAX_EXPONENT",
+    "RCEIL_MANTISSA",
     "SUM_EXPONENT",
     "TILE_BLOCKS",
     "MixedOperand",
@@ -30,7 +33,6 @@ __all__ = [
     "quantize_gradient",
     "quantize_mixed_operand",
     "quantize_operand",
-    "scale_byte",
     "scale_columns",
     "scale_exponent",
     "scale_factor",

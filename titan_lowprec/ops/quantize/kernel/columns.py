@@ -41,8 +41,8 @@ def _scale_columns(
     wide = (n >= 0)[:, None] & (head < H)[None, :]
     if FOLD:
         exponent = tl.where(byte == 0, 0.0, scale_exponent(byte))
-        inverse = scale_factor(tl.where(byte == 255, 255, 254 - byte.to(tl.int32)))
-        inverse = tl.where(byte == 0, 1.0, inverse)
+        inverse = scale_factor(tl.maximum(254 - byte.to(tl.int32), 0))
+        inverse = tl.where((byte == 0) | (byte == 255), 1.0, inverse)
         tl.store(out_ptr + 2 * at, exponent, mask=wide)
         tl.store(out_ptr + 2 * at + 1, inverse * 2.0**-_SUM_EXPONENT, mask=wide)
     else:

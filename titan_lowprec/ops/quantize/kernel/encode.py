@@ -5,8 +5,12 @@ import triton.language as tl
 
 from titan_lowprec.formats.catalogue import E4M3FN
 
-_E4M3_MAX_EXPONENT = tl.constexpr(E4M3FN.max_exponent)
-_RCEIL_MANTISSA = tl.constexpr(int((E4M3FN.max_value * 2.0**-E4M3FN.max_exponent - 1.0) * 2**23))
+E4M3_MAX_EXPONENT = E4M3FN.max_exponent
+RCEIL_MANTISSA = int((E4M3FN.max_value * 2.0**-E4M3FN.max_exponent - 1.0) * 2**23)
+"""fp32 bits of the mantissa of e4m3's largest value: beyond it the rceil rule rounds up."""
+
+_E4M3_MAX_EXPONENT = tl.constexpr(E4M3_MAX_EXPONENT)
+_RCEIL_MANTISSA = tl.constexpr(RCEIL_MANTISSA)
 _F32_INFINITY = tl.constexpr(0x7F800000)
 _F32_NAN = tl.constexpr(0x7FC00000)
 _F32_MIN_EXPONENT_FACTOR = tl.constexpr(0x400000)
