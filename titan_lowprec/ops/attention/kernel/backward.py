@@ -12,7 +12,6 @@ from titan_lowprec.ops.attention.kernel.tiles import (
     load_block_scalars,
     load_column_pairs,
     load_columns,
-    load_item,
     load_resident_rows,
     load_rows,
     load_transposed,
@@ -62,8 +61,9 @@ def _keys_step_fp8(
     left = length - first_query
     lse, delta = as_column_pairs(terms, BLOCK_M)
     q = load_rows(q_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, False)
-    g = load_rows(g_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, False)
-    gt = load_transposed(gt_ptr, column, head, columns, BLOCK_M, D, BLOCK_D)
+    if not TOKEN:  # side by side they wait together; strict scales have two stages: q alone first
+        g = load_rows(g_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, False)
+        gt = load_transposed(gt_ptr, column, head, columns, BLOCK_M, D, BLOCK_D)
     s = tl.reshape(tl.dot(k, tl.trans(q)), [BLOCK_N, BLOCKS, 4, 4, 2])
     if WIDE:
         t = s * k_factor - lse  # log2 of P * 2**e_g
@@ -77,16 +77,23 @@ def _keys_step_fp8(
         t = tl.where(seen, t, float("-inf"))
     exponent = cast_exponent_log2(tile_maximum(t))
     p = tl.exp2(t - as_rows(exponent))
+    if TOKEN:
+        g = load_rows(g_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, False)
     e = tl.reshape(tl.dot(v, tl.trans(g)), [BLOCK_N, BLOCKS, 4, 4, 2])
     if WIDE:
         u = p * (e * (as_rows(v_factor) * q_factor) - delta)
     else:
         u = p * (e * as_rows(v_factor) - delta)
-    if masked:  # dP may be another document's NaN; asked anew, so that whole tiles branch around it
-        seen = visible(first_key, first_query, length, BLOCK_N, BLOCK_M, CAUSAL, True)
-        u = tl.where(tl.reshape(seen, [BLOCK_N, BLOCKS, 4, 4, 2]), u, 0.0)
+    if masked:  # dP may be another document's NaN
+        if TOKEN:  # short of registers: the test becomes a select in every tile
+            u = tl.where(p == 0.0, 0.0, u)
+        else:  # asked anew, so that whole tiles branch around it
+            seen = visible(first_key, first_query, length, BLOCK_N, BLOCK_M, CAUSAL, True)
+            u = tl.where(tl.reshape(seen, [BLOCK_N, BLOCKS, 4, 4, 2]), u, 0.0)
     codes, u_exponent = fold_and_cast(u, q_finite, TOKEN)
     p = permute_token_pairs(tl.reshape(p.to(tl.float8e4nv), [BLOCK_N, BLOCK_M]), BLOCK_N, BLOCK_M)
+    if TOKEN:
+        gt = load_transposed(gt_ptr, column, head, columns, BLOCK_M, D, BLOCK_D)
     dv = dv + tl.dot(p, tl.trans(gt)) * tl.exp2(exponent)[:, None]
     codes = permute_token_pairs(tl.reshape(codes, [BLOCK_N, BLOCK_M]), BLOCK_N, BLOCK_M)
     qt = load_transposed(qt_ptr, column, head, columns, BLOCK_M, D, BLOCK_D)
@@ -193,9 +200,10 @@ def attention_backward_keys(
     GROUP: tl.constexpr = H // J
     item = items_ptr + tl.program_id(0) * 4
     j = tl.program_id(1)
-    start, length, tile, block = load_item(item)
-    first_key = tile * BLOCK_N
-    column = block * 32
+    start = tl.load(item)
+    length = tl.load(item + 1)
+    first_key = tl.load(item + 2) * BLOCK_N
+    column = tl.load(item + 3) * 32
     if length == 0:
         return
     left = tl.abs(length) - first_key
@@ -203,8 +211,10 @@ def attention_backward_keys(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if length > 0:
-        k = load_resident_rows(k_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D)
-        v = load_resident_rows(v_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D)
+        k = load_resident_rows(
+            k_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D, FP8 and not WIDE
+        )
+        v = load_resident_rows(v_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D, FP8)
         k_factor = score_factor
         v_factor = 1.0
         if FP8:
@@ -310,9 +320,10 @@ def attention_backward_queries(
     """dQ of one query tile: all key tiles that it sees. WIDE: as for dK, with K's scales."""
     item = items_ptr + tl.program_id(0) * 4
     head = tl.program_id(1)
-    start, length, tile, block = load_item(item)
-    first_row = tile * BLOCK_M
-    column = block * 32
+    start = tl.load(item)
+    length = tl.load(item + 1)
+    first_row = tl.load(item + 2) * BLOCK_M
+    column = tl.load(item + 3) * 32
     if length == 0:
         return
     left = tl.abs(length) - first_row
@@ -320,8 +331,10 @@ def attention_backward_queries(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if length > 0:
         j = head // (H // J)
-        q = load_resident_rows(q_ptr, token, head, left, BLOCK_M, H, D, BLOCK_D)
-        g = load_resident_rows(g_ptr, token, head, left, BLOCK_M, H, D, BLOCK_D)
+        q = load_resident_rows(
+            q_ptr, token, head, left, BLOCK_M, H, D, BLOCK_D, FP8 and not WIDE
+        )
+        g = load_resident_rows(g_ptr, token, head, left, BLOCK_M, H, D, BLOCK_D, FP8)
         row = tl.arange(0, BLOCK_M)
         at = (token + row).to(tl.int64) * H + head
         lse = tl.load(lse_ptr + at, mask=row < left, other=float("inf"))

@@ -9,7 +9,6 @@ from titan_lowprec.ops.attention.kernel.tiles import (
     load_block_scalars,
     load_column_pairs,
     load_columns,
-    load_item,
     load_resident_rows,
     load_rows,
     load_transposed,
@@ -175,9 +174,10 @@ def attention_forward(
     """
     item = items_ptr + tl.program_id(0) * 4
     head = tl.program_id(1)
-    start, length, tile, block = load_item(item)
-    first_row = tile * BLOCK_M
-    column = block * 32
+    start = tl.load(item)
+    length = tl.load(item + 1)
+    first_row = tl.load(item + 2) * BLOCK_M
+    column = tl.load(item + 3) * 32
     if length == 0:
         return
     row = first_row + tl.arange(0, BLOCK_M)
@@ -195,7 +195,9 @@ def attention_forward(
         tl.store(lse_ptr + at, tl.full([BLOCK_M], float("inf"), tl.float32), mask=inside)
         return
     j = head // (H // J)
-    q = load_resident_rows(q_ptr, token, head, rows_left, BLOCK_M, H, D, BLOCK_D)
+    q = load_resident_rows(
+        q_ptr, token, head, rows_left, BLOCK_M, H, D, BLOCK_D, FP8 and not WIDE
+    )
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     keys = length
     unmasked = length // BLOCK_N * BLOCK_N

@@ -50,6 +50,11 @@ def _rows(x_NHD: Tensor, rows: int) -> Tensor | TensorDescriptor:
     return TensorDescriptor(x_NHD, [N, H * D], [H * D, 1], [rows, D])
 
 
+def _resident_rows(x_NHD: Tensor, rows: int) -> Tensor | TensorDescriptor:
+    """The same for what a program loads once: codes come through pointers."""
+    return x_NHD if x_NHD.element_size() == 1 else _rows(x_NHD, rows)
+
+
 def _columns(x_HDC: Tensor, columns: int) -> Tensor | TensorDescriptor:
     """Transposed codes of one head as tiles of ``columns``."""
     if x_HDC.ndim != 3:
@@ -240,7 +245,7 @@ def forward_triton(
         else _rows(slots["v_codes"], spec.tile_k)
     )
     attention_forward[(items.shape[0], H)](
-        q, _rows(k, spec.tile_k), v_tiles,
+        _resident_rows(q, launch.rows), _rows(k, spec.tile_k), v_tiles,
         slots["q_scale"], _scales(slots["k_scale"], blocks, spec),
         _scales(slots["v_scale"], blocks, spec, fold=True), out, low, lse2, items,
         32 * blocks.shape[0], score_factor(D),
@@ -306,7 +311,8 @@ def backward_triton(
     k_scale = _scales(saved.k_scale, blocks, spec)
     factors = (32 * blocks.shape[0], score_factor(D), D**-0.5)
     attention_backward_keys[(key_items.shape[0], J)](
-        _rows(q, spec.tile_q), k, saved.v_codes, _rows(g.codes_NHD, spec.tile_q),
+        _rows(q, spec.tile_q), _resident_rows(k, keys.rows),
+        _resident_rows(saved.v_codes, keys.rows), _rows(g.codes_NHD, spec.tile_q),
         _columns(qt, spec.tile_q), _columns(g.transposed_HDC, spec.tile_q),
         _scales(saved.q_scale, blocks, spec), saved.k_scale, saved.v_scale,
         g.terms_HC2, dk, dv, key_items, *factors,
@@ -314,7 +320,8 @@ def backward_triton(
         num_warps=keys.warps, num_stages=keys.stages, maxnreg=keys.registers, **common,
     )  # fmt: skip
     attention_backward_queries[(query_items.shape[0], H)](
-        q, _rows(k, spec.tile_k), _rows(saved.v_codes, spec.tile_k), g.codes_NHD,
+        _resident_rows(q, queries.rows), _rows(k, spec.tile_k),
+        _rows(saved.v_codes, spec.tile_k), _resident_rows(g.codes_NHD, queries.rows),
         _columns(kt, spec.tile_k),
         saved.q_scale, k_scale, _scales(saved.v_scale, blocks, spec), g.scale_NH,
         saved.lse2_NH, g.terms_HC2, dq, query_items, *factors,

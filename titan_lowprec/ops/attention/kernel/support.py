@@ -42,9 +42,11 @@ def forward_launch(spec: AttentionSpec, head_dim: int) -> Launch:
     Wide tiles of 128 keys in three stages would leave room for one. With 64 features five programs
     fit (strict scales: four).
     """
-    if spec.recipe == "mxfp8" and spec.tile_k == 64 and head_dim == 64:
-        strict = spec.scales == "token"
-        return Launch(rows=64, warps=4, stages=2, registers=128 if strict else 96)
+    strict = spec.scales == "token"
+    if spec.recipe == "mxfp8" and head_dim == 64:
+        if spec.tile_k == 64:
+            return Launch(rows=64, warps=4, stages=2, registers=128 if strict else 96)
+        return Launch(rows=64, warps=4, stages=3, registers=None if strict else 168)
     large = spec.recipe == "nvfp4_mixed" and spec.tile_k == 128
     return Launch(rows=64, warps=4, stages=2 if large else 3)
 

@@ -89,35 +89,27 @@ def as_rows(x):
 
 
 @triton.jit
-def load_item(ptr):
-    """Start, length, tile and first block of a work item.
-
-    Volatile: otherwise three of the four loads are moved behind the test of the first.
-    """
-    start = tl.load(ptr, volatile=True)
-    length = tl.load(ptr + 1, volatile=True)
-    tile = tl.load(ptr + 2, volatile=True)
-    block = tl.load(ptr + 3, volatile=True)
-    return start, length, tile, block
-
-
-@triton.jit
 def load_resident_rows(
-    ptr, token, head, length,
+    source, token, head, length,
     ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    POINTER: tl.constexpr,
 ):  # fmt: skip
-    """``[ROWS, BLOCK_D]`` of consecutive tokens of a head; rows past the document are zeros.
+    """``load_rows`` for what a program loads once, from a POINTER or a descriptor.
 
-    For what a program loads once: unlike loads through a descriptor, several of these are on
-    their way at the same time.
+    Loads through pointers are on their way together, those through descriptors wait one after
+    another; bf16 rows are too many registers for it to pay. Pointers give zeros past the document.
     """
-    row = tl.arange(0, ROWS)
-    feature = tl.arange(0, BLOCK_D)
-    at = (token + row).to(tl.int64)[:, None] * (HEADS * D) + head * D + feature[None, :]
-    inside = (row < length)[:, None]
-    if D < BLOCK_D:
-        inside = inside & (feature < D)[None, :]
-    return tl.load(ptr + at, mask=inside, other=0.0)
+    if POINTER or D < BLOCK_D:
+        row = tl.arange(0, ROWS)
+        feature = tl.arange(0, BLOCK_D)
+        at = (token + row).to(tl.int64)[:, None] * (HEADS * D) + head * D + feature[None, :]
+        inside = (row < length)[:, None]
+        if D < BLOCK_D:
+            inside = inside & (feature < D)[None, :]
+        x = tl.load(source + at, mask=inside, other=0.0)
+    else:
+        x = source.load([token, head * D])
+    return x
 
 
 @triton.jit
@@ -137,7 +129,7 @@ def load_rows(
         if CLEAN:
             x = tl.where((tl.arange(0, ROWS) < length)[:, None], x, 0.0)
     else:
-        x = load_resident_rows(source, token, head, length, ROWS, HEADS, D, BLOCK_D)
+        x = load_resident_rows(source, token, head, length, ROWS, HEADS, D, BLOCK_D, True)
     return x
 
 

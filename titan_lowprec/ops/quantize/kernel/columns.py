@@ -66,7 +66,8 @@ def scale_columns(
 
     Returns:
         ``(H, C, 1)`` factors ``2**e``, or with ``fold`` ``(H, C, 2)``: exponents ``e`` and
-        ``2**-(SUM_EXPONENT + e)``. Byte 255 is NaN in all; byte 0, whose codes are zero, has
+        ``2**-(SUM_EXPONENT + e)``. Byte 255 is NaN in factors and exponents; what unfolds is
+        finite there, so that a weight of zero stays zero. Byte 0, whose codes are zero, has
         ``e = 0`` under ``fold``, as any will do.
 
     Numerics:
