@@ -46,38 +46,28 @@ def _load_halves(ptr, at, mask, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _pack_features(even, odd, byte, PAIRS: tl.constexpr, COMPILED: tl.constexpr):
+def _pack_features(even, odd, factor, PAIRS: tl.constexpr, COMPILED: tl.constexpr):
     """Codes of ``[PAIRS, 32]`` even and odd features as words ``[PAIRS // 2, 32]``."""
-    factor = cast_factor(byte)
     even = tl.reshape(even * factor[None, :], [PAIRS // 2, 2, _BLOCK])
     odd = tl.reshape(odd * factor[None, :], [PAIRS // 2, 2, _BLOCK])
     x0, x2 = tl.split(tl.permute(even, (0, 2, 1)))
     x1, x3 = tl.split(tl.permute(odd, (0, 2, 1)))
-    return pack_codes(x0, x1, x2, x3, COMPILED) & tl.where(byte == 255, 0, -1)[None, :]
-
-
-@triton.jit
-def _shared_maximum(bits, SCALES: tl.constexpr):
-    """The largest of ``[32]`` for all tokens under ``token_block``; each its own under ``token``."""
-    if SCALES == "token_block":
-        bits = tl.zeros([_BLOCK], tl.int32) + tl.max(bits, 0)
-    return bits
+    return pack_codes(x0, x1, x2, x3, COMPILED)
 
 
 @triton.jit
 def quantize_rows(
     x_ptr, words_ptr, scale_ptr, words4_ptr, scale4_ptr, items_ptr,
-    H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     ROTATE: tl.constexpr, SCALES: tl.constexpr, NVFP4: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Codes and scale bytes of one block of up to 32 tokens of one head, by one warp.
 
-    BLOCK_D spans the features of HEADS neighbours; of two, each is half of it. With NVFP4 (one
-    head) those of groups of 16 features too, from the same values.
+    With NVFP4 those of groups of 16 features too, from the same values.
     """
     PAIRS: tl.constexpr = BLOCK_D // 4
-    slot = tl.program_id(0) // (H // HEADS)
-    head = tl.program_id(0) % (H // HEADS) * HEADS
+    slot = tl.program_id(0) // H
+    head = tl.program_id(0) % H
     start = tl.load(items_ptr + slot * 4)
     length = tl.load(items_ptr + slot * 4 + 1)
     first = tl.load(items_ptr + slot * 4 + 2) * _BLOCK
@@ -89,34 +79,30 @@ def quantize_rows(
     inside = first + n < tl.abs(length)
     pair = tl.arange(0, 2 * PAIRS)
     at = base * (D // 2) + (n[:, None] * (H * D // 2) + pair[None, :])
-    a, b, c, d = _load_halves(x_ptr, at, live[:, None] & (pair < HEADS * D // 2)[None, :], PAIRS)
+    a, b, c, d = _load_halves(x_ptr, at, live[:, None] & (pair < D // 2)[None, :], PAIRS)
     if ROTATE:
         a, b, c, d = a + b, a - b, c + d, c - d
         a = hadamard_butterflies(a, PAIRS, _BLOCK)
         b = hadamard_butterflies(b, PAIRS, _BLOCK)
         c = hadamard_butterflies(c, PAIRS, _BLOCK)
         d = hadamard_butterflies(d, PAIRS, _BLOCK)
-        if HEADS == 1:
-            a, b, c, d = a + c, b + d, a - c, b - d
+        a, b, c, d = a + c, b + d, a - c, b - d
         a, b, c, d = a * (D**-0.5), b * (D**-0.5), c * (D**-0.5), d * (D**-0.5)
     low = tl.maximum(magnitude_bits(a, 0, COMPILED), magnitude_bits(b, 0, COMPILED))
     high = tl.maximum(magnitude_bits(c, 0, COMPILED), magnitude_bits(d, 0, COMPILED))
-    if HEADS == 1:
-        low = tl.maximum(low, high)
-    byte = scale_byte(_shared_maximum(low, SCALES))  # [32]
-    high_byte = byte
-    if HEADS == 2:
-        high_byte = scale_byte(_shared_maximum(high, SCALES))
-    low = _pack_features(a, b, byte, PAIRS, COMPILED)
-    high = _pack_features(c, d, high_byte, PAIRS, COMPILED)
-    words = tl.reshape(tl.permute(tl.join(low, high), (1, 2, 0)), [_BLOCK, PAIRS])
+    bits = tl.maximum(low, high)  # [32]
+    if SCALES == "token_block":
+        bits = tl.zeros([_BLOCK], tl.int32) + tl.max(bits, 0)
+    byte = scale_byte(bits)
+    factor = cast_factor(byte)
+    low = _pack_features(a, b, factor, PAIRS, COMPILED)
+    high = _pack_features(c, d, factor, PAIRS, COMPILED)
+    words = tl.join(low, high) & tl.where(byte == 255, 0, -1)[None, :, None]
+    words = tl.reshape(tl.permute(words, (1, 2, 0)), [_BLOCK, PAIRS])
     word = tl.arange(0, PAIRS)
     at = base * (D // 4) + (n[:, None] * (H * D // 4) + word[None, :])
-    tl.store(words_ptr + at, words, mask=inside[:, None] & (word < HEADS * D // 4)[None, :])
-    at = scale_ptr + base + n * H
-    tl.store(at, tl.where(live, byte, 0).to(tl.uint8), mask=inside)
-    if HEADS == 2:
-        tl.store(at + 1, tl.where(live, high_byte, 0).to(tl.uint8), mask=inside)
+    tl.store(words_ptr + at, words, mask=inside[:, None] & (word < D // 4)[None, :])
+    tl.store(scale_ptr + base + n * H, tl.where(live, byte, 0).to(tl.uint8), mask=inside)
     if NVFP4:
         store_nvfp4(
             a, b, c, d, words4_ptr, scale4_ptr, base, inside, H, D, PAIRS, _BLOCK, COMPILED
@@ -130,40 +116,22 @@ def _split_words(pairs, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _of_heads(x, HEADS: tl.constexpr, CHUNKS: tl.constexpr):
-    """A value a chunk and token, chunks by head: ``[HEADS, chunks of a head, 2, 16]``."""
-    return tl.reshape(x, [HEADS, CHUNKS // HEADS, 2, 16])
-
-
-@triton.jit
-def _of_chunks(x, HEADS: tl.constexpr, CHUNKS: tl.constexpr):
-    """A value a head and token, ``[HEADS, 1, 2, 16]``, for every chunk: ``[CHUNKS, 2, 16, 1]``."""
-    return tl.reshape(tl.broadcast_to(x, [HEADS, CHUNKS // HEADS, 2, 16]), [CHUNKS, 2, 16, 1])
-
-
-@triton.jit
 def _encode_columns(
     even, odd, codes_ptr, scale_ptr, at, token, live, inside, wide,
-    HEADS: tl.constexpr, CHUNKS: tl.constexpr, SCALES: tl.constexpr, COMPILED: tl.constexpr,
+    CHUNKS: tl.constexpr, SCALES: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Store codes and scale bytes; words ``[CHUNKS, 2, 16, 2]``, exponents ``[HEADS, 1, 2, 16]``.
-
-    ``token``, ``live`` and ``inside`` have the shape of the exponents.
-    """
+    """Store codes and scale bytes; words ``[CHUNKS, 2, 16, 2]`` and exponents ``[1, 2, 16, 1]``."""
     bits = tl.maximum(magnitude_bits(even, 3, COMPILED), magnitude_bits(odd, 3, COMPILED))
-    bits = _of_heads(bits, HEADS, CHUNKS)
-    if SCALES == "token_block":  # tokens lie inside a thread: they come first
-        bits = tl.max(tl.max(bits, 3, keep_dims=True), 2, keep_dims=True)
-    bits = tl.max(bits, 1, keep_dims=True)
     if SCALES == "token_block":
-        bits = tl.broadcast_to(bits, [HEADS, 1, 2, 16])
-    byte = scale_byte(bits)
-    factor = _of_chunks(cast_factor(byte), HEADS, CHUNKS)
+        bits = tl.zeros([2, 16], tl.int32) + tl.max(tl.max(tl.max(bits, 2), 1), 0)
+    else:
+        bits = tl.max(bits, 0)
+    byte = scale_byte(bits)[None, :, :, None]
+    factor = cast_factor(byte)
     x0, x2 = _split_words(even * factor, CHUNKS)
     x1, x3 = _split_words(odd * factor, CHUNKS)
-    kept = _of_chunks(tl.where(byte == 255, 0, -1), HEADS, CHUNKS)
-    words = pack_codes(x0, x1, x2, x3, COMPILED) & kept
-    tl.store(codes_ptr + at, words, mask=wide)
+    words = pack_codes(x0, x1, x2, x3, COMPILED) & tl.where(byte == 255, 0, -1)
+    tl.store(codes_ptr + at, words, mask=inside & wide)
     tl.store(scale_ptr + token, tl.where(live, byte, 0).to(tl.uint8), mask=inside)
     return words, scale_exponent(byte)
 
@@ -172,13 +140,12 @@ def _encode_columns(
 def quantize_columns(
     x_ptr, out_ptr, low_ptr, lse_ptr, codes_ptr, scale_ptr, words_ptr, terms_ptr,
     items_ptr, columns,
-    H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     SCALES: tl.constexpr, SOURCE: tl.constexpr, REDUCE: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
     """One block of up to 32 tokens of one head with its transposed codes, by one warp.
 
-    BLOCK_D spans the features of HEADS neighbours.
     SOURCE "values" quantises; "codes" only transposes; "bf16" only reduces. REDUCE "output" or
     "residual" writes D in units of the token's scale, and the LSE less the scale's exponent.
     Tiles are ``[chunks of eight features, halves of the block, 16 tokens, features]``: at D = 128
@@ -186,9 +153,8 @@ def quantize_columns(
     features, all tokens of its 16 bytes of transposed codes.
     """
     CHUNKS: tl.constexpr = BLOCK_D // 8
-    FEATURES: tl.constexpr = HEADS * D
-    slot = tl.program_id(0) // (H // HEADS)
-    head = tl.program_id(0) % (H // HEADS) * HEADS
+    slot = tl.program_id(0) // H
+    head = tl.program_id(0) % H
     start = tl.load(items_ptr + slot * 4)
     length = tl.load(items_ptr + slot * 4 + 1)
     unit = tl.load(items_ptr + slot * 4 + 2)
@@ -198,7 +164,7 @@ def quantize_columns(
     column = 4 * half + tl.arange(0, 4)[None, None, None, :]
     words_ptr += head.to(tl.int64) * D * (columns // 4) + slot * _WORDS
     columns_at = words_ptr + (feature * (columns // 4) + column)  # [CHUNKS, 2, 8, 4]
-    columns_mask = (feature < FEATURES) & (column >= 0)
+    columns_mask = (feature < D) & (column >= 0)
     if length == 0:
         if SOURCE != "bf16" and unit < _TILE_BLOCKS:
             # A tile of the last document may reach past the last block.
@@ -211,23 +177,18 @@ def quantize_columns(
     word = 2 * chunk + tl.arange(0, 2)[None, None, None, :]
     words_at = token * (D // 4) + (n * (H * D // 4) + word)
     if SOURCE == "codes":
-        words = tl.load(x_ptr + words_at, mask=live & (word < FEATURES // 4), other=0)
+        words = tl.load(x_ptr + words_at, mask=live & (word < D // 4), other=0)
     else:
         pair = 4 * chunk + tl.arange(0, 4)[None, None, None, :]
         at = token * (D // 2) + (n * (H * D // 2) + pair)
-        mask = live & (pair < FEATURES // 2)
-        wide = inside & (word < FEATURES // 4)
+        mask = live & (pair < D // 2)
+        token = token + n * H
         even, odd = load_pairs(x_ptr, at, mask)
-        neighbour = tl.arange(0, HEADS)[:, None, None, None]  # from here [HEADS, 1, 2, 16]
-        n = tl.reshape(n, [1, 1, 2, 16])
-        live = tl.reshape(live, [1, 1, 2, 16]) & (neighbour >= 0)
-        inside = tl.reshape(inside, [1, 1, 2, 16]) & (neighbour >= 0)
-        token = token + n * H + neighbour
         exponent = 0.0
         if SOURCE == "values":
             words, exponent = _encode_columns(
-                even, odd, codes_ptr, scale_ptr, words_at, token, live, inside, wide,
-                HEADS, CHUNKS, SCALES, COMPILED,
+                even, odd, codes_ptr, scale_ptr, words_at, token, live, inside, word < D // 4,
+                CHUNKS, SCALES, COMPILED,
             )  # fmt: skip
         if REDUCE != "nothing":
             o_even, o_odd = load_pairs(out_ptr, at, mask)
@@ -243,10 +204,9 @@ def quantize_columns(
             else:
                 delta = tl.sum(even * o_even + odd * o_odd, 3)
             lse = tl.load(lse_ptr + token, mask=live, other=float("inf"))
-            delta = tl.sum(_of_heads(delta, HEADS, CHUNKS), 1, keep_dims=True)
-            place = (head + neighbour).to(tl.int64) * columns + slot * _BLOCK + n
+            place = head.to(tl.int64) * columns + slot * _BLOCK + n
             tl.store(terms_ptr + 2 * place, lse - exponent)
-            tl.store(terms_ptr + 2 * place + 1, delta)
+            tl.store(terms_ptr + 2 * place + 1, tl.sum(delta, 0)[None, :, :, None])
     if SOURCE != "bf16":
         # Token 8a + 2b + c of a half is byte 2a + c of its word b.
         words = tl.permute(tl.reshape(words, [CHUNKS, 2, 2, 4, 2, 2]), (0, 1, 5, 3, 4, 2))

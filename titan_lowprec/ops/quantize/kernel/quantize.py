@@ -46,18 +46,11 @@ def _pairs(x: Tensor) -> Tensor:
     return x.view(torch.int32) if x.dtype == torch.bfloat16 else x
 
 
-def _grid_and_sizes(
-    x_NHD: Tensor, blocks: Tensor, *, pairs: bool = True
-) -> tuple[tuple[int], dict[str, int | bool]]:
-    """Programs of one warp, the heads of a block side by side, as tokens lie in memory.
-
-    With ``pairs`` two heads of 64 features share a program, which then does what it does for one
-    of 128: loads of whole lines, and layouts that stay inside threads.
-    """
+def _grid_and_sizes(x_NHD: Tensor, blocks: Tensor) -> tuple[tuple[int], dict[str, int | bool]]:
+    """Programs of one warp, the heads of a block side by side, as tokens lie in memory."""
     _, H, D = x_NHD.shape
-    heads = 2 if pairs and D == 64 and H % 2 == 0 else 1
-    sizes = {"H": H, "D": D, "HEADS": heads, "BLOCK_D": triton.next_power_of_2(heads * D)}
-    return (blocks.shape[0] * H // heads,), sizes | {"COMPILED": not interpreted(), "num_warps": 1}
+    sizes = {"H": H, "D": D, "BLOCK_D": triton.next_power_of_2(D), "COMPILED": not interpreted()}
+    return (blocks.shape[0] * H,), sizes | {"num_warps": 1}
 
 
 def _launch_columns(
@@ -161,7 +154,7 @@ def quantize_mixed_operand(
     scale = torch.empty((N, H), dtype=torch.uint8, device=x_NHD.device)
     four = empty_nvfp4(x_NHD)
     if N:
-        grid, sizes = _grid_and_sizes(x_NHD, blocks, pairs=False)
+        grid, sizes = _grid_and_sizes(x_NHD, blocks)
         quantize_rows[grid](
             _pairs(x_NHD), codes.view(torch.int32), scale, four.packed_NHP.view(torch.int32),
             four.scale_NHG, blocks, ROTATE=rotate, SCALES=scales, NVFP4=True, **sizes,
