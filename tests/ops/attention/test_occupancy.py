@@ -46,7 +46,7 @@ def programs(compiled):
     [
         (128, "token_block", 64, (3, 2, 3)),
         (128, "token_block", 128, (2, 2, 2)),
-        (128, "token", 64, (2, 2, 2)),
+        (128, "token", 64, (3, 2, 2)),
         (64, "token_block", 64, (5, 3, 4)),
         (64, "token_block", 128, (3, 3, 3)),
         (64, "token", 64, (4, 3, 3)),
