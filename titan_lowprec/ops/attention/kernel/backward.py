@@ -57,11 +57,12 @@ def _keys_step_fp8(
     ``masked``, known at run time: some pairs of the tile do not attend.
     """
     BLOCKS: tl.constexpr = BLOCK_M // 32
+    TIGHT: tl.constexpr = TOKEN or WIDE  # two stages at 128 features: loads wait one by one
     q_factor, q_finite = _query_factors(q_scales, WIDE)
     left = length - first_query
     lse, delta = as_column_pairs(terms, BLOCK_M)
     q = load_rows(q_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, False)
-    if not TOKEN:  # side by side they wait together; strict scales have two stages: q alone first
+    if not TIGHT:  # side by side, they wait together
         g = load_rows(g_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, False)
         gt = load_transposed(gt_ptr, column, head, columns, BLOCK_M, D, BLOCK_D)
     s = tl.reshape(tl.dot(k, tl.trans(q)), [BLOCK_N, BLOCKS, 4, 4, 2])
@@ -77,7 +78,7 @@ def _keys_step_fp8(
         t = tl.where(seen, t, float("-inf"))
     exponent = cast_exponent_log2(tile_maximum(t))
     p = tl.exp2(t - as_rows(exponent))
-    if TOKEN:
+    if TIGHT:
         g = load_rows(g_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, False)
     e = tl.reshape(tl.dot(v, tl.trans(g)), [BLOCK_N, BLOCKS, 4, 4, 2])
     if WIDE:
@@ -85,14 +86,14 @@ def _keys_step_fp8(
     else:
         u = p * (e * as_rows(v_factor) - delta)
     if masked:  # dP may be another document's NaN
-        if TOKEN:  # short of registers: the test becomes a select in every tile
+        if TIGHT:  # a select in every tile, but fewer registers
             u = tl.where(p == 0.0, 0.0, u)
         else:  # asked anew, so that whole tiles branch around it
             seen = visible(first_key, first_query, length, BLOCK_N, BLOCK_M, CAUSAL, True)
             u = tl.where(tl.reshape(seen, [BLOCK_N, BLOCKS, 4, 4, 2]), u, 0.0)
     codes, u_exponent = fold_and_cast(u, q_finite, TOKEN)
     p = permute_token_pairs(tl.reshape(p.to(tl.float8e4nv), [BLOCK_N, BLOCK_M]), BLOCK_N, BLOCK_M)
-    if TOKEN:
+    if TIGHT:
         gt = load_transposed(gt_ptr, column, head, columns, BLOCK_M, D, BLOCK_D)
     dv = dv + tl.dot(p, tl.trans(gt)) * tl.exp2(exponent)[:, None]
     codes = permute_token_pairs(tl.reshape(codes, [BLOCK_N, BLOCK_M]), BLOCK_N, BLOCK_M)
@@ -211,9 +212,7 @@ def attention_backward_keys(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if length > 0:
-        k = load_resident_rows(
-            k_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D, FP8 and not WIDE
-        )
+        k = load_resident_rows(k_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D, FP8 and not WIDE)
         v = load_resident_rows(v_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D, FP8)
         k_factor = score_factor
         v_factor = 1.0
@@ -331,9 +330,7 @@ def attention_backward_queries(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if length > 0:
         j = head // (H // J)
-        q = load_resident_rows(
-            q_ptr, token, head, left, BLOCK_M, H, D, BLOCK_D, FP8 and not WIDE
-        )
+        q = load_resident_rows(q_ptr, token, head, left, BLOCK_M, H, D, BLOCK_D, FP8 and not WIDE)
         g = load_resident_rows(g_ptr, token, head, left, BLOCK_M, H, D, BLOCK_D, FP8)
         row = tl.arange(0, BLOCK_M)
         at = (token + row).to(tl.int64) * H + head

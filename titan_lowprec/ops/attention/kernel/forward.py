@@ -195,9 +195,7 @@ def attention_forward(
         tl.store(lse_ptr + at, tl.full([BLOCK_M], float("inf"), tl.float32), mask=inside)
         return
     j = head // (H // J)
-    q = load_resident_rows(
-        q_ptr, token, head, rows_left, BLOCK_M, H, D, BLOCK_D, FP8 and not WIDE
-    )
+    q = load_resident_rows(q_ptr, token, head, rows_left, BLOCK_M, H, D, BLOCK_D, FP8 and not WIDE)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     keys = length
     unmasked = length // BLOCK_N * BLOCK_N
