@@ -8,27 +8,22 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+from torchtitan.config import ConfigManager, JobConfig
 
-from titan_lowprec import _autoload
-
-_autoload.assume_cpu_without_accelerator()
-
-from torchtitan.config import ConfigManager, JobConfig  # noqa: E402
-
-from titan_lowprec.ops.attention import api as attention_api  # noqa: E402
-from titan_lowprec.ops.attention.reference.forward import forward_reference  # noqa: E402
-from titan_lowprec.ops.attention.spec import AttentionSpec  # noqa: E402
-from titan_lowprec.titan import job_config  # noqa: E402
-from titan_lowprec.titan.activation import (  # noqa: E402
+from titan_lowprec.ops.attention import api as attention_api
+from titan_lowprec.ops.attention.reference.forward import forward_reference
+from titan_lowprec.ops.attention.spec import AttentionSpec
+from titan_lowprec.titan import job_config
+from titan_lowprec.titan.activation import (
     apply_activation_checkpointing,
     count_attention,
     forced_shapes,
     ops_of,
     saved_is_smaller,
 )
-from titan_lowprec.titan.llama3.args import LowprecLlamaArgs  # noqa: E402
-from titan_lowprec.titan.llama3.model import LowprecLlama  # noqa: E402
-from titan_lowprec.titan.specs import AttentionPlan  # noqa: E402
+from titan_lowprec.titan.llama3.args import LowprecLlamaArgs
+from titan_lowprec.titan.llama3.model import LowprecLlama
+from titan_lowprec.titan.specs import AttentionPlan
 
 CONFIG = ConfigManager._merge_configs(JobConfig, job_config.JobConfig)
 LAYERS, ROWS, TOKENS = 3, 2, 64

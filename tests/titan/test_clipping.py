@@ -6,12 +6,8 @@ import pytest
 import torch
 import torch.nn as nn
 
-from titan_lowprec import _autoload
-
-_autoload.assume_cpu_without_accelerator()
-
-from titan_lowprec.titan.clipping import clip  # noqa: E402
-from titan_lowprec.titan.outcome import step_if_finite  # noqa: E402
+from titan_lowprec.titan.clipping import clip
+from titan_lowprec.titan.outcome import step_if_finite
 
 
 class Container:

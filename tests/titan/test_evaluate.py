@@ -7,14 +7,10 @@ import json
 import pytest
 import torch
 
-from titan_lowprec import _autoload
-
-_autoload.assume_cpu_without_accelerator()
-
-from titan_lowprec.titan.checkpoints import load_model, open_run  # noqa: E402
-from titan_lowprec.titan.evaluate import evaluate  # noqa: E402
-from titan_lowprec.titan.export import export_hugging_face  # noqa: E402
-from titan_lowprec.titan.tasks import TaskPlan, evaluate_tasks, scores_of  # noqa: E402
+from titan_lowprec.titan.checkpoints import load_model, open_run
+from titan_lowprec.titan.evaluate import evaluate
+from titan_lowprec.titan.export import export_hugging_face
+from titan_lowprec.titan.tasks import TaskPlan, evaluate_tasks, scores_of
 
 CPU = torch.device("cpu")
 TASK = """

@@ -7,15 +7,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.debug import CommDebugMode
+from torchtitan.models.llama3.infra.parallelize import apply_fsdp
 
-from titan_lowprec import _autoload
-
-_autoload.assume_cpu_without_accelerator()
-
-from torchtitan.models.llama3.infra.parallelize import apply_fsdp  # noqa: E402
-
-from titan_lowprec.titan.llama3.args import FLAVORS  # noqa: E402
-from titan_lowprec.titan.llama3.model import LowprecLlama  # noqa: E402
+from titan_lowprec.titan.llama3.args import FLAVORS
+from titan_lowprec.titan.llama3.model import LowprecLlama
 
 
 def communication(mesh, chunk_rows):

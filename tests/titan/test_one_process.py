@@ -9,14 +9,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from titan_lowprec import _autoload
-
-_autoload.assume_cpu_without_accelerator()
-
-from tests.titan.trainers import SMALL, trainer_of  # noqa: E402
-from titan_lowprec.titan.llama3.args import FLAVORS  # noqa: E402
-from titan_lowprec.titan.llama3.model import LowprecLlama  # noqa: E402
-from titan_lowprec.titan.one_process import hold_whole  # noqa: E402
+from tests.titan.trainers import SMALL, trainer_of
+from titan_lowprec.titan.llama3.args import FLAVORS
+from titan_lowprec.titan.llama3.model import LowprecLlama
+from titan_lowprec.titan.one_process import hold_whole
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 

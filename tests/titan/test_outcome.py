@@ -6,13 +6,9 @@ import warnings
 import pytest
 import torch
 
-from titan_lowprec import _autoload
-
-_autoload.assume_cpu_without_accelerator()
-
-from tests.titan.trainers import running_trainer  # noqa: E402
-from titan_lowprec.titan.counts import StepCounts  # noqa: E402
-from titan_lowprec.titan.outcome import (  # noqa: E402
+from tests.titan.trainers import running_trainer
+from titan_lowprec.titan.counts import StepCounts
+from titan_lowprec.titan.outcome import (
     NonFiniteRun,
     Outcome,
     Outcomes,

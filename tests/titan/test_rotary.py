@@ -2,17 +2,9 @@
 
 import pytest
 import torch
+from torchtitan.models.llama3.model.model import apply_rotary_emb, precompute_freqs_cis
 
-from titan_lowprec import _autoload
-
-_autoload.assume_cpu_without_accelerator()
-
-from torchtitan.models.llama3.model.model import (  # noqa: E402
-    apply_rotary_emb,
-    precompute_freqs_cis,
-)
-
-from titan_lowprec.titan.llama3.rotary import rotate, rotation_of  # noqa: E402
+from titan_lowprec.titan.llama3.rotary import rotate, rotation_of
 
 B, T, H, D, S = 2, 37, 3, 16, 64
 

@@ -8,14 +8,9 @@ import tomllib
 
 import pytest
 import torch
+from torchtitan.config import ConfigManager
 
-from titan_lowprec import _autoload
-
-_autoload.assume_cpu_without_accelerator()
-
-from torchtitan.config import ConfigManager  # noqa: E402
-
-from titan_lowprec.titan import run_record  # noqa: E402
+from titan_lowprec.titan import run_record
 
 CONFIG_MODULE = "--job.custom_config_module=titan_lowprec.titan.job_config"
 

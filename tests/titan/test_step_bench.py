@@ -1,15 +1,10 @@
 """The step benchmark's bookkeeping: which steps count for which row."""
 
 import pytest
+from torchtitan.config import ConfigManager
 
 from tests.titan.benches import load_bench
-from titan_lowprec import _autoload
-
-_autoload.assume_cpu_without_accelerator()
-
-from torchtitan.config import ConfigManager  # noqa: E402
-
-from titan_lowprec.titan.check_config import find_problems  # noqa: E402
+from titan_lowprec.titan.check_config import find_problems
 
 
 @pytest.fixture(scope="module")

@@ -9,16 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tokenizers import Tokenizer
+from torchtitan.config import ConfigManager
 
 from tests.titan.benches import load_bench
-from titan_lowprec import _autoload
-
-_autoload.assume_cpu_without_accelerator()
-
-from torchtitan.config import ConfigManager  # noqa: E402
-
-from titan_lowprec.data.bundled import resolve_path  # noqa: E402
-from titan_lowprec.titan.check_config import find_problems  # noqa: E402
+from titan_lowprec.data.bundled import resolve_path
+from titan_lowprec.titan.check_config import find_problems
 
 
 @pytest.fixture(scope="module")

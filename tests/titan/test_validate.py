@@ -8,13 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_lowprec import _autoload
-
-_autoload.assume_cpu_without_accelerator()
-
-import titan_lowprec.ops.attention.kernel as attention_kernel  # noqa: E402
-from titan_lowprec.titan import estimate, validate  # noqa: E402
-from titan_lowprec.titan.validate import load_recipe, validate_recipes  # noqa: E402
+import titan_lowprec.ops.attention.kernel as attention_kernel
+from titan_lowprec.titan import estimate, validate
+from titan_lowprec.titan.validate import load_recipe, validate_recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))

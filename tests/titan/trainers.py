@@ -8,17 +8,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torchtitan.config import ConfigManager
+from torchtitan.train import Trainer
 
-from titan_lowprec import _autoload
-
-_autoload.assume_cpu_without_accelerator()
-
-from torchtitan.config import ConfigManager  # noqa: E402
-from torchtitan.train import Trainer  # noqa: E402
-
-import titan_lowprec.titan.register  # noqa: E402, F401
-from titan_lowprec.titan.llama3.args import FLAVORS, LowprecLlamaArgs  # noqa: E402
-from titan_lowprec.titan.trainer import make_trainer  # noqa: E402
+import titan_lowprec.titan.register  # noqa: F401
+from titan_lowprec.titan.llama3.args import FLAVORS, LowprecLlamaArgs
+from titan_lowprec.titan.trainer import make_trainer
 
 SMALL = Path(__file__).with_name("small.toml")
 FLAVOR = "kernels"

@@ -5,15 +5,10 @@ import operator
 from pathlib import Path
 
 import pytest
+from torchtitan.config import ConfigManager
 
-from titan_lowprec import _autoload
-
-_autoload.assume_cpu_without_accelerator()
-
-from torchtitan.config import ConfigManager  # noqa: E402
-
-import titan_lowprec.titan.register  # noqa: E402, F401
-from titan_lowprec.titan.check_config import ConfigError, check_config, find_problems  # noqa: E402
+import titan_lowprec.titan.register  # noqa: F401
+from titan_lowprec.titan.check_config import ConfigError, check_config, find_problems
 
 SMALL = Path(__file__).parents[1] / "small.toml"
 

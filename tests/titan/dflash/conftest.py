@@ -5,18 +5,13 @@ import operator
 from pathlib import Path
 
 import pytest
+import torch
 
-from titan_lowprec import _autoload
-
-_autoload.assume_cpu_without_accelerator()
-
-import torch  # noqa: E402
-
-import titan_lowprec.titan.register  # noqa: E402, F401
-from titan_lowprec.titan.check_config import find_problems  # noqa: E402
-from titan_lowprec.titan.dflash.args import FLAVORS  # noqa: E402
-from titan_lowprec.titan.dflash.target import build_target  # noqa: E402
-from titan_lowprec.titan.validate import load_recipe  # noqa: E402
+import titan_lowprec.titan.register  # noqa: F401
+from titan_lowprec.titan.check_config import find_problems
+from titan_lowprec.titan.dflash.args import FLAVORS
+from titan_lowprec.titan.dflash.target import build_target
+from titan_lowprec.titan.validate import load_recipe
 
 SMALL = str(Path(__file__).with_name("small.toml"))
 

@@ -5,17 +5,12 @@ import json
 
 import pytest
 import torch.nn as nn
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.distributed import ParallelDims
 
-from titan_lowprec import _autoload
-
-_autoload.assume_cpu_without_accelerator()
-
-from torchtitan.config import ConfigManager, JobConfig  # noqa: E402
-from torchtitan.distributed import ParallelDims  # noqa: E402
-
-from titan_lowprec.titan import job_config, metrics  # noqa: E402
-from titan_lowprec.titan.llama3.args import LowprecLlamaArgs  # noqa: E402
-from titan_lowprec.titan.metrics import StepRecord, build_metrics_processor  # noqa: E402
+from titan_lowprec.titan import job_config, metrics
+from titan_lowprec.titan.llama3.args import LowprecLlamaArgs
+from titan_lowprec.titan.metrics import StepRecord, build_metrics_processor
 
 CONFIG = ConfigManager._merge_configs(JobConfig, job_config.JobConfig)
 RECORD = StepRecord(
