@@ -26,6 +26,7 @@ from titan_lowprec.experiments.evaluation import loss_report, task_report, to_js
 from titan_lowprec.titan.checkpoints import open_run  # noqa: E402
 from titan_lowprec.titan.evaluate import NATIVE, evaluate  # noqa: E402
 from titan_lowprec.titan.export import export_hugging_face  # noqa: E402
+from titan_lowprec.titan.recipe_tool import exit_status  # noqa: E402
 from titan_lowprec.titan.run_record import collect_versions  # noqa: E402
 from titan_lowprec.titan.tasks import (  # noqa: E402
     PAPER_TASKS,
@@ -84,13 +85,9 @@ def report(options: argparse.Namespace, device: torch.device) -> None:
 def main() -> int:
     options = parse()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        report(options, device)
-    except (ValueError, RuntimeError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    report(options, device)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

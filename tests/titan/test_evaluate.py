@@ -10,7 +10,7 @@ import torch
 from titan_lowprec.titan.checkpoints import load_model, open_run
 from titan_lowprec.titan.evaluate import evaluate
 from titan_lowprec.titan.export import export_hugging_face
-from titan_lowprec.titan.tasks import TaskPlan, evaluate_tasks, scores_of
+from titan_lowprec.titan.tasks import TaskPlan, evaluate_tasks, need, scores_of
 
 CPU = torch.device("cpu")
 TASK = """
@@ -69,6 +69,11 @@ def test_native_attention_gives_the_recorded_loss_in_every_bit(run, saved):
     assert (saved.step, sum(native.tokens)) == (3, record["tokens"])
     assert native.loss == record["loss"]
     assert 0 < abs(exact.loss - native.loss) < 1e-2
+
+
+def test_a_missing_extra_says_what_to_install():
+    with pytest.raises(ValueError, match=r"pip install 'titan_lowprec\[eval\]'"):
+        need("no_such_module_of_lm_eval")
 
 
 @pytest.mark.slow

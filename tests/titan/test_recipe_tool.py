@@ -28,18 +28,21 @@ def test_what_a_tool_does_not_know_overrides_the_recipe(separator):
     assert (options.recipe, options.rows, left) == ("r.toml", 3, overrides)
 
 
-def test_only_a_mistake_of_the_caller_loses_its_traceback(capsys):
-    def missing_target() -> int:
-        raise ValueError("dflash.target_path: must be a step, got 'x'")
+def ending_with(error: Exception) -> int:
+    raise error
 
-    def fault() -> int:
-        raise AssertionError
 
+def test_a_mistake_of_the_caller_ends_a_tool_with_its_message(capsys):
+    message = "dflash.target_path: must be a step, got 'x'"
     assert exit_status(lambda: 0) == 0
-    assert exit_status(missing_target) == 2
-    assert capsys.readouterr().err == "dflash.target_path: must be a step, got 'x'\n"
-    with pytest.raises(AssertionError):
-        exit_status(fault)
+    assert exit_status(lambda: ending_with(ValueError(message))) == 2
+    assert capsys.readouterr().err == f"{message}\n"
+
+
+@pytest.mark.parametrize("fault", [AssertionError, KeyError, TypeError, RuntimeError])
+def test_a_fault_of_ours_keeps_its_traceback(fault):
+    with pytest.raises(fault):
+        exit_status(lambda: ending_with(fault("x")))
 
 
 @pytest.mark.slow

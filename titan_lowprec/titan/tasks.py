@@ -47,9 +47,8 @@ def evaluate_tasks(
         device: Where.
 
     Raises:
-        RuntimeError: lm-eval or transformers is not installed.
-        ValueError: A task is unknown, or is not made of log-likelihoods and not evaluated by
-            transformers.
+        ValueError: lm-eval or transformers is not installed; a task is unknown, or is not made of
+            log-likelihoods and not evaluated by transformers.
     """
     need("lm_eval")
     exported = run.folder / "hugging_face" / f"step-{run.step}"
@@ -129,12 +128,12 @@ def need(module: str) -> Any:
     """Import a part of the optional extra.
 
     Raises:
-        RuntimeError: It is not installed; the message says how to get it.
+        ValueError: It is not installed; the message says how to get it.
     """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise RuntimeError(
+        raise ValueError(
             f"evaluate: lm-eval must be installed for tasks, got {error}; "
             "pip install 'titan_lowprec[eval]'"
         ) from error
