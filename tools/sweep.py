@@ -11,7 +11,8 @@
 Finished runs are skipped, interrupted ones continue from their checkpoint, failed ones wait for
 --retry-failed. Ctrl-C lets the runs save a checkpoint; a second start goes on from there.
 --cluster submits a job for every run that is left (pip install 'titan_lowprec[cluster]');
-tools/report.py then reads what they wrote.
+tools/report.py then reads what they wrote. Submitting again before a job has started queues another
+for its run: the first to start trains it, the other ends at once.
 """
 
 import argparse
@@ -110,10 +111,10 @@ def show_status(runs: list[Run]) -> None:
     print(markdown_table(("run", "status", "step", "time", "reason"), rows))
 
 
-def opening(matrix: Matrix, chosen: list[Run], waiting: list[Run], at_once: int) -> str:
+def opening(matrix: Matrix, chosen: list[Run], waiting: list[Run], how: str) -> str:
     """How many runs are to do, and why others that are not finished are left out."""
     left = [run_state.read_state(run).status for run in chosen if run not in waiting]
-    text = f"{matrix.name}: {len(chosen)} runs, {len(waiting)} to do, {at_once} at once"
+    text = f"{matrix.name}: {len(chosen)} runs, {len(waiting)} to do, {how}"
     if count := left.count("failed"):
         text += f"; {count} failed before (--retry-failed runs them again)"
     if count := left.count("running"):
@@ -121,12 +122,22 @@ def opening(matrix: Matrix, chosen: list[Run], waiting: list[Run], at_once: int)
     return text
 
 
-def leave(options: argparse.Namespace, matrix: Matrix, waiting: list[Run], folder: Path) -> int:
+def leave(
+    options: argparse.Namespace,
+    matrix: Matrix,
+    chosen: list[Run],
+    waiting: list[Run],
+    folder: Path,
+) -> int:
     """Submit what is to do, or print a command for each."""
     if options.print_commands:
         for run in waiting:
             print(cluster.torchrun_line(run, processes=matrix.processes))
         return 0
+    print(opening(matrix, chosen, waiting, "a job each"))
+    if not waiting:
+        return 0
+    settings = {}
     try:
         settings = cluster.executor_options(
             options.cluster_option,
@@ -134,10 +145,17 @@ def leave(options: argparse.Namespace, matrix: Matrix, waiting: list[Run], folde
             processes=matrix.processes,
             gpus=options.cluster == "slurm",
         )
-        jobs = [cluster.Job(run, matrix.processes, matrix.name) for run in waiting]
+        grace_s = cluster.grace_of(settings)
+        jobs = [cluster.Job(run, matrix.processes, matrix.name, grace_s=grace_s) for run in waiting]
         submitted = cluster.submit(jobs, folder=folder, cluster=options.cluster, options=settings)
     except (ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
+        if settings:
+            print(
+                f"sweep: no job was queued with {settings}; --cluster-option changes these "
+                "(gpus_per_node=0 where nodes have no GPU)",
+                file=sys.stderr,
+            )
         return 2
     for run, job in zip(waiting, submitted, strict=True):
         print(f"{run.name}: job {job.job_id}, {run.folder}")
@@ -181,11 +199,11 @@ def main() -> int:
     run_state.save_runs(runs, folder)
     state_plan(matrix, folder)
     if elsewhere:
-        return leave(options, matrix, waiting, folder)
+        return leave(options, matrix, chosen, waiting, folder)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    print(opening(matrix, chosen, waiting, len(places)))
+    print(opening(matrix, chosen, waiting, f"{len(places)} at once"))
     sweep = runner.Sweep(
         waiting,
         places,

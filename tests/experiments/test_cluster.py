@@ -1,7 +1,11 @@
 """Runs as jobs: options, commands, what a job does, and submitit's local executor."""
 
 import importlib.util
+import json
+import os
 import shlex
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -10,7 +14,7 @@ import types
 import pytest
 
 from titan_lowprec.experiments import cluster
-from titan_lowprec.experiments.run_state import last_step, read_state
+from titan_lowprec.experiments.run_state import STATE_FILE, last_step, read_state
 from titan_lowprec.experiments.runner import to_do
 
 
@@ -62,6 +66,47 @@ def test_preempted_job_interrupts_its_run_and_asks_for_a_job_that_resumes_it(wor
     thread.join()
     workshop.trainer({})
     assert follower[0]() == "finished" and read_state(run).attempts == 2
+
+
+@pytest.mark.slow
+def test_a_schedulers_signal_leaves_a_note_of_the_attempt(workshop, monkeypatch):
+    """Slurm signals the trainer too; submitit saves in a handler and then ends the process."""
+    run = workshop.saved()[0]
+    helpers = types.SimpleNamespace(DelayedSubmission=lambda again: again)
+    monkeypatch.setitem(sys.modules, "submitit", types.SimpleNamespace(helpers=helpers))
+    first = job(workshop, run, {run.arm: "hang"})
+
+    def handle(number, frame):
+        (active,) = first._sweep.active
+        os.killpg(active.process.pid, number)
+        with pytest.raises(subprocess.TimeoutExpired):
+            active.process.wait(0.3)
+        first.checkpoint()
+        raise KeyboardInterrupt
+
+    earlier = signal.signal(signal.SIGUSR2, handle)
+
+    def preempt():
+        while last_step(run.folder) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    threading.Thread(target=preempt).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            first()
+    finally:
+        signal.signal(signal.SIGUSR2, earlier)
+    noted = json.loads((run.folder / STATE_FILE).read_text())
+    assert noted["status"] == "interrupted" and noted["seconds"] > 0
+
+
+def test_a_checkpoint_has_the_time_between_signal_and_limit():
+    assert cluster.grace_of({}) == 80
+    assert cluster.grace_of({"slurm_signal_delay_s": 600}) == 590
+    for late in (10, "soon"):
+        with pytest.raises(ValueError, match=r"slurm_signal_delay_s must be more than 10"):
+            cluster.grace_of({"slurm_signal_delay_s": late})
 
 
 def test_options_are_submitits_over_one_node_with_a_gpu_per_process():

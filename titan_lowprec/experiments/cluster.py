@@ -19,8 +19,24 @@ from titan_lowprec.experiments.runner import Command, Slot, Sweep, train_command
 Cluster = Literal["slurm", "local", "debug"]
 """submitit's names: Slurm, processes of this machine, this process."""
 FOLDER = "jobs"
-GRACE_S = 90.0
-"""Time for a checkpoint after the signal that precedes a time limit or a preemption."""
+SIGNAL_DELAY_S = 90
+"""submitit's default: how long before a time limit or a preemption it signals."""
+SIGNAL_DELAY = "slurm_signal_delay_s"
+MARGIN_S = 10.0
+"""Of that delay, what is left for the note and for requeuing when the checkpoint's time is up."""
+SHIELD = ["sh", "-c", "trap '' USR1 USR2; exec \"$@\"", "sh"]
+"""Slurm signals every process of a step; what a shell ignores, the program that it becomes does
+too. Left to its default, the signal would end a trainer without a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Shielded:
+    """A command that takes no notice of the scheduler's signals to a job."""
+
+    command: Command
+
+    def __call__(self, recipe: Path, processes: int) -> list[str]:
+        return [*SHIELD, *self.command(recipe, processes)]
 
 
 @dataclass
@@ -31,6 +47,8 @@ class Job:
     processes: int
     name: str
     command: Command = train_command
+    grace_s: float = SIGNAL_DELAY_S - MARGIN_S
+    """Time for a checkpoint after the signal; a trainer that needs longer is killed."""
 
     def __call__(self) -> str:
         """Train the run to its end, from its checkpoint if there is one; its final status."""
@@ -40,10 +58,10 @@ class Job:
                 [Slot("job", {})],
                 processes=self.processes,
                 name=self.name,
-                command=self.command,
+                command=Shielded(self.command),
             )
             self._stop = threading.Event()
-            self._sweep.run(stop=self._stop, grace_s=GRACE_S)
+            self._sweep.run(stop=self._stop, grace_s=self.grace_s)
         status = read_state(self.run).status
         if status == "failed":
             raise RuntimeError(f"{self.run.name}: {read_state(self.run).reason}")
@@ -52,8 +70,8 @@ class Job:
     def checkpoint(self) -> Any:
         """submitit calls this before a job is preempted or times out: save, then requeue."""
         self._stop.set()
-        self._sweep.interrupt(GRACE_S)
-        again = Job(self.run, self.processes, self.name, self.command)
+        self._sweep.interrupt(self.grace_s)
+        again = Job(self.run, self.processes, self.name, self.command, self.grace_s)
         return need_submitit().helpers.DelayedSubmission(again)
 
 
@@ -97,6 +115,21 @@ def executor_options(
             raise ValueError(f"--cluster-option must be KEY=VALUE, got {pair!r}; write both")
         options[key] = int(value) if value.isdigit() else value
     return options
+
+
+def grace_of(options: Mapping[str, Any]) -> float:
+    """Seconds for a checkpoint under an executor's options.
+
+    Raises:
+        ValueError: The signal comes too late for one.
+    """
+    delay = options.get(SIGNAL_DELAY, SIGNAL_DELAY_S)
+    if not isinstance(delay, int) or delay <= MARGIN_S:
+        raise ValueError(
+            f"--cluster-option {SIGNAL_DELAY} must be more than {MARGIN_S:.0f} seconds, got "
+            f"{delay!r}; a checkpoint is saved in the rest of it"
+        )
+    return delay - MARGIN_S
 
 
 def torchrun_line(run: Run, *, processes: int) -> str:

@@ -142,6 +142,7 @@ class Sweep:
         self.begun = time.monotonic()
         self.steps_done = 0
         self.stopped = False
+        self._collecting = threading.RLock()
 
     def run(
         self,
@@ -166,9 +167,7 @@ class Sweep:
         while (self.waiting and not stop.is_set()) or self.active:
             while self.waiting and self.free and not stop.is_set():
                 self._start(self.waiting.popleft())
-            if stop.is_set():
-                self.interrupt(grace_s)
-            changed = self._collect(stopping=stop.is_set())
+            changed = self.interrupt(grace_s) if stop.is_set() else self._collect(stopping=False)
             if changed or time.monotonic() - shown >= show_s:
                 self.show(self.progress())
                 shown = time.monotonic()
@@ -240,8 +239,8 @@ class Sweep:
         how = f"continues, had reached step {reached}" if reached else "started"
         self.show(f"{run.name}: {how}")
 
-    def interrupt(self, grace_s: float) -> None:
-        """End all runs, politely first; ``run`` then notes them as interrupted."""
+    def interrupt(self, grace_s: float) -> bool:
+        """End all runs, politely first, and note what became of them; whether there were any."""
         self.stopped = True
         for active in self.active:
             if active.process.poll() is None:
@@ -253,14 +252,17 @@ class Sweep:
             except subprocess.TimeoutExpired:
                 os.killpg(active.process.pid, signal.SIGKILL)
                 active.process.wait()
+        return self._collect(stopping=True)
 
     def _collect(self, *, stopping: bool) -> bool:
-        """Note the runs that ended; whether there were any."""
-        ended = [active for active in self.active if active.process.poll() is not None]
-        for active in ended:
-            self.active.remove(active)
-            self.free.append(active.slot)
-            self._note(active, stopping=stopping)
+        """Note the runs that ended, each once, also if a signal asks meanwhile; if any did."""
+        with self._collecting:
+            ended = [active for active in self.active if active.process.poll() is not None]
+            for active in ended:
+                if active in self.active:
+                    self.active.remove(active)
+                    self.free.append(active.slot)
+                    self._note(active, stopping=stopping)
         return bool(ended)
 
     def _note(self, active: Active, *, stopping: bool) -> None:
