@@ -115,8 +115,9 @@ class Workshop:
             command=lambda recipe, processes: [sys.executable, "-S", str(script), str(recipe)],
             retry_failed=retry_failed,
             show=shown.append,
+            grace_s=grace_s,
         )
-        good = sweep.run(stop=stop or threading.Event(), poll_s=0.02, show_s=0.05, grace_s=grace_s)
+        good = sweep.run(stop=stop or threading.Event(), poll_s=0.02, show_s=0.05)
         return good, shown
 
     def record(self, run, losses, *, status="finished", tokens=100, reason="", fingerprint="a"):

@@ -250,3 +250,19 @@ def test_two_sweeps_at_once_run_each_run_once(workshop):
     assert [read_state(run).attempts for run in runs] == [1] * 4
     assert statuses(runs) == ["finished"] * 4
     assert not list((workshop.folder / "out").rglob("*.tmp"))
+
+
+def test_a_run_knows_its_group_and_its_processes_get_the_time_of_a_checkpoint(workshop):
+    run = workshop.saved()[0]
+    names = ("WANDB_RUN_GROUP", "WANDB_RUN_TAGS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    script = f"import os; print([os.environ[name] for name in {names}])"
+    sweep = Sweep(
+        [run],
+        [Slot("CPU 0", {})],
+        processes=2,
+        name="mine",
+        command=lambda recipe, processes: [sys.executable, "-c", script],
+        grace_s=100.0,
+    )
+    sweep.run(stop=threading.Event(), poll_s=0.02)
+    assert (run.folder / "log.txt").read_text() == f"['mine', '{run.arm}', '90']\n"

@@ -59,9 +59,10 @@ class Job:
                 processes=self.processes,
                 name=self.name,
                 command=Shielded(self.command),
+                grace_s=self.grace_s,
             )
             self._stop = threading.Event()
-            self._sweep.run(stop=self._stop, grace_s=self.grace_s)
+            self._sweep.run(stop=self._stop)
         status = read_state(self.run).status
         if status == "failed":
             raise RuntimeError(f"{self.run.name}: {read_state(self.run).reason}")
@@ -70,7 +71,7 @@ class Job:
     def checkpoint(self) -> Any:
         """submitit calls this before a job is preempted or times out: save, then requeue."""
         self._stop.set()
-        self._sweep.interrupt(self.grace_s)
+        self._sweep.interrupt()
         again = Job(self.run, self.processes, self.name, self.command, self.grace_s)
         return need_submitit().helpers.DelayedSubmission(again)
 

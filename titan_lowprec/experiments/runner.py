@@ -117,6 +117,7 @@ class Sweep:
         command: Command line of a run.
         retry_failed: Whether a run that has failed by its turn, in another sweep too, is run again.
         show: Takes a line of progress.
+        grace_s: Seconds a run has to save its checkpoint before it is killed.
     """
 
     def __init__(
@@ -129,13 +130,14 @@ class Sweep:
         command: Command = train_command,
         retry_failed: bool = True,
         show: Callable[[str], None] = print,
+        grace_s: float = 120.0,
     ) -> None:
         self.waiting = deque(runs)
         self.free = list(slots)
         self.slots = len(self.free)
         self.active: list[Active] = []
         self.processes, self.name, self.command, self.show = processes, name, command, show
-        self.retry_failed = retry_failed
+        self.retry_failed, self.grace_s = retry_failed, grace_s
         self.total = len(self.waiting)
         self.failed: list[str] = []
         self.done = 0
@@ -150,7 +152,6 @@ class Sweep:
         stop: threading.Event,
         poll_s: float = 1.0,
         show_s: float = 30.0,
-        grace_s: float = 120,
     ) -> bool:
         """Run everything; a crash ends its arm alone.
 
@@ -158,7 +159,6 @@ class Sweep:
             stop: When set, runs are told to save a checkpoint and end, and none is started.
             poll_s: Seconds between looks at the processes.
             show_s: Seconds between lines of progress.
-            grace_s: Seconds a run has to save its checkpoint before it is killed.
 
         Returns:
             Whether every run finished.
@@ -167,7 +167,7 @@ class Sweep:
         while (self.waiting and not stop.is_set()) or self.active:
             while self.waiting and self.free and not stop.is_set():
                 self._start(self.waiting.popleft())
-            changed = self.interrupt(grace_s) if stop.is_set() else self._collect(stopping=False)
+            changed = self.interrupt() if stop.is_set() else self._collect(stopping=False)
             if changed or time.monotonic() - shown >= show_s:
                 self.show(self.progress())
                 shown = time.monotonic()
@@ -223,6 +223,7 @@ class Sweep:
             **os.environ,
             "WANDB_RUN_GROUP": self.name,
             "WANDB_RUN_TAGS": run.arm,
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(0.9 * self.grace_s)),  # torchrun's is 30
             **slot.environment,
         }
         with (run.folder / LOG_FILE).open("ab") as log:
@@ -239,13 +240,13 @@ class Sweep:
         how = f"continues, had reached step {reached}" if reached else "started"
         self.show(f"{run.name}: {how}")
 
-    def interrupt(self, grace_s: float) -> bool:
+    def interrupt(self) -> bool:
         """End all runs, politely first, and note what became of them; whether there were any."""
         self.stopped = True
         for active in self.active:
             if active.process.poll() is None:
                 active.process.terminate()
-        end = time.monotonic() + grace_s
+        end = time.monotonic() + self.grace_s
         for active in self.active:
             try:
                 active.process.wait(timeout=max(0.0, end - time.monotonic()))
