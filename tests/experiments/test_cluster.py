@@ -1,5 +1,6 @@
 """Runs as jobs: options, commands, what a job does, and submitit's local executor."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -99,6 +100,28 @@ def test_a_schedulers_signal_leaves_a_note_of_the_attempt(workshop, monkeypatch)
         signal.signal(signal.SIGUSR2, earlier)
     noted = json.loads((run.folder / STATE_FILE).read_text())
     assert noted["status"] == "interrupted" and noted["seconds"] > 0
+
+
+@pytest.mark.parametrize("option, expected", [([], 100), (["slurm_max_num_timeout=7"], 7)])
+def test_a_job_is_queued_again_after_more_time_limits_than_submitit_allows(
+    tmp_path, monkeypatch, option, expected
+):
+    made = {}
+
+    class Executor:
+        def __init__(self, **arguments):
+            made["executor"] = arguments
+
+        def update_parameters(self, **parameters):
+            made["parameters"] = parameters
+
+        batch = staticmethod(contextlib.nullcontext)
+
+    monkeypatch.setitem(sys.modules, "submitit", types.SimpleNamespace(AutoExecutor=Executor))
+    options = cluster.executor_options(option, name="sweep", processes=1, gpus=False)
+    assert cluster.submit([], folder=tmp_path, cluster="slurm", options=options) == []
+    assert made["executor"]["slurm_max_num_timeout"] == expected
+    assert made["parameters"] == {"name": "sweep", "nodes": 1, "tasks_per_node": 1}
 
 
 def test_a_checkpoint_has_the_time_between_signal_and_limit():

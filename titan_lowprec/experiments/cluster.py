@@ -22,6 +22,8 @@ FOLDER = "jobs"
 SIGNAL_DELAY_S = 90
 """submitit's default: how long before a time limit or a preemption it signals."""
 SIGNAL_DELAY = "slurm_signal_delay_s"
+TIMEOUTS = {"slurm_max_num_timeout": 100}
+"""Time limits after which a run's job is queued again; submitit's own default is 3."""
 MARGIN_S = 10.0
 """Of that delay, what is left for the note and for requeuing when the checkpoint's time is up."""
 SHIELD = ["sh", "-c", "trap '' USR1 USR2; exec \"$@\"", "sh"]
@@ -93,8 +95,9 @@ def submit(
     Raises:
         RuntimeError: submitit is not installed.
     """
-    executor = need_submitit().AutoExecutor(folder=folder / FOLDER, cluster=cluster)
-    executor.update_parameters(**options)
+    limits = {key: options.get(key, default) for key, default in TIMEOUTS.items()}
+    executor = need_submitit().AutoExecutor(folder=folder / FOLDER, cluster=cluster, **limits)
+    executor.update_parameters(**{k: v for k, v in options.items() if k not in limits})
     with executor.batch():
         return [executor.submit(job) for job in jobs]
 
