@@ -60,7 +60,58 @@ def test_missing_package_is_named_with_the_remedy(monkeypatch):
         dashboard.save_workspace(SPEC)
 
 
-def test_differences_are_logged_as_runs_of_their_own(workshop, monkeypatch):
+class Refusal(Exception):
+    """Stands for wandb's own errors."""
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """Modules in the place of wandb and wandb-workspaces that keep what they are given."""
+    wandb = ModuleType("wandb")
+    wandb.errors = SimpleNamespace(Error=Refusal)
+    wandb.Api = lambda: SimpleNamespace(default_entity="mine")
+    wandb.saved = []
+
+    class Workspace(SimpleNamespace):
+        def save(self):
+            wandb.saved.append(self)
+            return SimpleNamespace(url="https://address")
+
+    workspaces = SimpleNamespace(Section=SimpleNamespace, Workspace=Workspace)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", workspaces)
+    reports = SimpleNamespace(LinePlot=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", reports)
+    return wandb
+
+
+@pytest.mark.parametrize("entity, owner", [("", "mine"), ("team", "team")])
+def test_a_workspace_belongs_to_the_default_entity_where_none_is_named(wandb, entity, owner):
+    specified = dashboard.specification(entity=entity, project="project", name="name")
+    assert dashboard.save_workspace(specified) == "https://address"
+    (saved,) = wandb.saved
+    assert (saved.entity, saved.project) == (owner, "project")
+    assert [section.name for section in saved.sections] == [s.title for s in SECTIONS]
+
+
+def test_what_wandb_refuses_is_said_with_the_remedy(wandb, workshop):
+    def refuse(**options):
+        raise Refusal("No API key configured")
+
+    wandb.Api = wandb.init = refuse
+    remedy = r"Refusal: No API key configured; `wandb login` first, or use --dry-run"
+    with pytest.raises(RuntimeError, match=remedy):
+        dashboard.save_workspace(dashboard.specification(entity="", project="p", name="n"))
+    for run in workshop.resolve():
+        workshop.record(run, [5.0])
+    results = summarise(
+        workshop.matrix(HEAD + AXES), load_histories(workshop.resolve(), read_metrics)
+    )
+    with pytest.raises(RuntimeError, match=remedy):
+        dashboard.log_differences(results, entity="", project="p", mode="online")
+
+
+def test_differences_are_logged_as_runs_of_their_own(wandb, workshop):
     for run in workshop.resolve():
         workshop.record(run, [5.0, 4.0] if run.arm == "recipe=bf16" else [5.5, 4.25])
     matrix = workshop.matrix(HEAD + AXES)
@@ -71,9 +122,7 @@ def test_differences_are_logged_as_runs_of_their_own(workshop, monkeypatch):
         begun.append((options["name"], options["group"], options["job_type"], options["mode"]))
         return SimpleNamespace(log=logged.append, finish=lambda: None)
 
-    wandb = ModuleType("wandb")
     wandb.init = init
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
     count = dashboard.log_differences(results, entity="", project="p", mode="offline")
     assert count == 2
     assert begun[1] == ("recipe=mxfp8/seed1 - recipe=bf16", "sweep", "difference", "offline")

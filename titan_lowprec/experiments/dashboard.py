@@ -6,6 +6,8 @@ send something; a specification needs neither them nor a network.
 
 import importlib
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -59,8 +61,9 @@ def save_workspace(specified: dict[str, Any]) -> str:
         Its address.
 
     Raises:
-        RuntimeError: wandb-workspaces is not installed.
+        RuntimeError: wandb-workspaces is not installed, or wandb refuses.
     """
+    wandb = need("wandb")
     workspaces = need("wandb_workspaces.workspaces")
     reports = need("wandb_workspaces.reports.v2")
     sections = [
@@ -71,12 +74,13 @@ def save_workspace(specified: dict[str, Any]) -> str:
         )
         for section in specified["sections"]
     ]
-    saved = workspaces.Workspace(
-        entity=specified["entity"],
-        project=specified["project"],
-        name=specified["name"],
-        sections=sections,
-    ).save()
+    with in_one_line(wandb):
+        saved = workspaces.Workspace(
+            entity=specified["entity"] or wandb.Api().default_entity,
+            project=specified["project"],
+            name=specified["name"],
+            sections=sections,
+        ).save()
     return saved.url
 
 
@@ -91,25 +95,41 @@ def log_differences(results: Results, *, entity: str, project: str, mode: str) -
 
     Returns:
         How many runs were logged.
+
+    Raises:
+        RuntimeError: wandb is not installed or refuses.
     """
     wandb = need("wandb")
     (panel,) = (p for s in SECTIONS for p in s.panels if p.kind == "difference")
     curves = [curve for curve in panel_curves(panel, results) if curve.seed is not None]
     for curve in curves:
         baseline = results.matrix.baselines[curve.arm]
-        run = wandb.init(
-            entity=entity or None,
-            project=project,
-            group=results.matrix.name,
-            job_type="difference",
-            name=f"{curve.arm}/seed{curve.seed} - {baseline}",
-            config={"arm": curve.arm, "seed": curve.seed, "baseline": baseline},
-            mode=mode,
-        )
+        with in_one_line(wandb):
+            run = wandb.init(
+                entity=entity or None,
+                project=project,
+                group=results.matrix.name,
+                job_type="difference",
+                name=f"{curve.arm}/seed{curve.seed} - {baseline}",
+                config={"arm": curve.arm, "seed": curve.seed, "baseline": baseline},
+                mode=mode,
+            )
         for tokens, difference in curve.points:
             run.log({DIFFERENCE_KEY: difference, TOKENS: tokens})
         run.finish()
     return len(curves)
+
+
+@contextmanager
+def in_one_line(wandb: Any) -> Iterator[None]:
+    """What wandb refuses (no key, no access, no server) as an error that says what to do."""
+    try:
+        yield
+    except wandb.errors.Error as error:
+        raise RuntimeError(
+            f"dashboard: wandb must take it, got {type(error).__name__}: {error}; `wandb login` "
+            "first, or use --dry-run or --mode offline"
+        ) from error
 
 
 def need(module: str) -> ModuleType:
