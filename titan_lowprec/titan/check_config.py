@@ -1,5 +1,6 @@
 """Refuse a job configuration that cannot work, before a device is touched."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,21 @@ SECTIONS = ("attention", "loss", "data", "dflash")
 
 class ConfigError(ValueError):
     """A job configuration with problems; the message lists all of them."""
+
+
+def launched_world_size() -> int:
+    """Processes of the job, as its launcher says.
+
+    Raises:
+        ConfigError: There was no launcher.
+    """
+    size = os.environ.get("WORLD_SIZE")
+    if size is None:
+        raise ConfigError(
+            "WORLD_SIZE: must be set by a launcher, is missing; start with `torchrun -m "
+            "torchtitan.train` or, for one process, `python -m titan_lowprec.train`"
+        )
+    return int(size)
 
 
 def check_config(job_config: JobConfig, *, device_type: str, world_size: int) -> None:

@@ -6,7 +6,6 @@ checkpoints on SIGTERM, and an error status when the data ends early.
 """
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from torchtitan.tools.utils import device_type
 from torchtitan.train import Trainer
 
 from titan_lowprec.data.loader import PackedLoader
-from titan_lowprec.titan.check_config import check_config
+from titan_lowprec.titan.check_config import check_config, launched_world_size
 from titan_lowprec.titan.clipping import clip
 from titan_lowprec.titan.counts import (
     StepCounts,
@@ -63,7 +62,7 @@ class LowprecTrainer(_Stock):
     metrics_processor: LowprecMetricsProcessor
 
     def __init__(self, job_config: MergedJobConfig) -> None:
-        world_size = int(os.environ["WORLD_SIZE"])
+        world_size = launched_world_size()
         check_config(job_config, device_type=device_type, world_size=world_size)
         if device_type == "cpu":
             job_config.comm.trace_buf_size = 0  # the flight recorder belongs to NCCL

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from torchtitan.config import ConfigManager
 
-from titan_lowprec.titan.check_config import check_config
+from titan_lowprec.titan.check_config import check_config, launched_world_size
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 
@@ -17,6 +17,14 @@ def test_every_recipe_is_good_on_one_gpu(recipe, parse):
 
 def test_the_small_configuration_is_good_on_two_cpu_processes(small):
     check_config(small, device_type="cpu", world_size=2)
+
+
+def test_a_start_without_a_launcher_says_how_to_start(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert launched_world_size() == 3
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(ValueError, match=r"WORLD_SIZE: .*is missing; start with `torchrun -m"):
+        launched_world_size()
 
 
 # One setting or combination a line: settings, key, a part of the requirement or remedy.
