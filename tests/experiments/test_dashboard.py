@@ -77,11 +77,12 @@ def wandb(monkeypatch):
             wandb.saved.append(self)
             return SimpleNamespace(url="https://address")
 
-    workspaces = SimpleNamespace(Section=SimpleNamespace, Workspace=Workspace)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", workspaces)
-    reports = SimpleNamespace(LinePlot=SimpleNamespace)
-    monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", reports)
+    workspaces = ModuleType("wandb_workspaces.workspaces")
+    workspaces.Section, workspaces.Workspace = SimpleNamespace, Workspace
+    reports = ModuleType("wandb_workspaces.reports.v2")
+    reports.LinePlot = SimpleNamespace
+    for module in (wandb, workspaces, reports):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     return wandb
 
 
