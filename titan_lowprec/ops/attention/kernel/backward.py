@@ -12,10 +12,10 @@ from titan_lowprec.ops.attention.kernel.tiles import (
     load_block_scalars,
     load_column_pairs,
     load_columns,
-    load_resident_rows,
     load_rows,
     load_transposed,
     nan_of,
+    next_tile,
     store_rows,
     tile_maximum,
     visible,
@@ -61,9 +61,9 @@ def _keys_step_fp8(
     q_factor, q_finite = _query_factors(q_scales, WIDE)
     left = length - first_query
     lse, delta = as_column_pairs(terms, BLOCK_M)
-    q = load_rows(q_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, False)
+    q = load_rows(q_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D)
     if not TIGHT:  # side by side, they wait together
-        g = load_rows(g_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, False)
+        g = load_rows(g_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D)
         gt = load_transposed(gt_ptr, column, head, columns, BLOCK_M, D, BLOCK_D)
     s = tl.reshape(tl.dot(k, tl.trans(q)), [BLOCK_N, BLOCKS, 4, 4, 2])
     if WIDE:
@@ -79,7 +79,7 @@ def _keys_step_fp8(
     exponent = cast_exponent_log2(tile_maximum(t))
     p = tl.exp2(t - as_rows(exponent))
     if TIGHT:
-        g = load_rows(g_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D, False)
+        g = load_rows(g_ptr, token, head, left, BLOCK_M, HEADS, D, BLOCK_D)
     e = tl.reshape(tl.dot(v, tl.trans(g)), [BLOCK_N, BLOCKS, 4, 4, 2])
     if WIDE:
         u = p * (e * (as_rows(v_factor) * q_factor) - delta)
@@ -154,7 +154,7 @@ def _keys_of_head(
                 q_scales = load_columns(qs_ptr, column + tile, BLOCK_M)
             else:
                 q_scales = as_blocks(s0, s1, s2, s3, BLOCKS)
-                ahead = tl.where(tile + BLOCK_M < length, tile + BLOCK_M, tile)
+                ahead = next_tile(tile, BLOCK_M, length)
                 s0, s1, s2, s3 = load_block_scalars(qs_ptr, (column + ahead) // 32, 1, BLOCKS)
             next_terms = _query_terms(terms_ptr, column, tile + BLOCK_M, length, BLOCK_M)
             masked = (tile < whole) | (tile + BLOCK_M > length)
@@ -212,8 +212,8 @@ def attention_backward_keys(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if length > 0:
-        k = load_resident_rows(k_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D, FP8 and not WIDE)
-        v = load_resident_rows(v_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D, FP8)
+        k = load_rows(k_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D, POINTER=FP8 and not WIDE)
+        v = load_rows(v_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D, POINTER=FP8)
         k_factor = score_factor
         v_factor = 1.0
         if FP8:
@@ -268,8 +268,8 @@ def _queries_step_fp8(
     BLOCKS: tl.constexpr = BLOCK_N // 32
     k_factor, k_finite, v_factor = _key_factors(k_scales, v_scales, WIDE)
     left = length - first_key
-    k = load_rows(k_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D, False)
-    v = load_rows(v_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D, False)
+    k = load_rows(k_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D)
+    v = load_rows(v_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D)
     kt = load_transposed(kt_ptr, column, head, columns, BLOCK_N, D, BLOCK_D)
     s = tl.reshape(tl.dot(q, tl.trans(k)), [BLOCK_M, BLOCKS, 4, 4, 2])
     if WIDE:
@@ -298,7 +298,7 @@ def _queries_step_bf16(
     token = start + first_key
     left = length - first_key
     k = load_rows(k_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D, MASKED)
-    v = load_rows(v_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D, False)
+    v = load_rows(v_ptr, token, head, left, BLOCK_N, HEADS, D, BLOCK_D)
     p = tl.exp2(tl.dot(q, tl.trans(k)) * score_factor - lse[:, None])
     u = p * (tl.dot(g, tl.trans(v)) - delta[:, None])
     if MASKED:
@@ -330,8 +330,8 @@ def attention_backward_queries(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if length > 0:
         j = head // (H // J)
-        q = load_resident_rows(q_ptr, token, head, left, BLOCK_M, H, D, BLOCK_D, FP8 and not WIDE)
-        g = load_resident_rows(g_ptr, token, head, left, BLOCK_M, H, D, BLOCK_D, FP8)
+        q = load_rows(q_ptr, token, head, left, BLOCK_M, H, D, BLOCK_D, POINTER=FP8 and not WIDE)
+        g = load_rows(g_ptr, token, head, left, BLOCK_M, H, D, BLOCK_D, POINTER=FP8)
         row = tl.arange(0, BLOCK_M)
         at = (token + row).to(tl.int64) * H + head
         lse = tl.load(lse_ptr + at, mask=row < left, other=float("inf"))
@@ -361,7 +361,7 @@ def attention_backward_queries(
                 else:
                     k_scales = as_blocks(k0, k1, k2, k3, BLOCKS)
                     v_scales = as_blocks(v0, v1, v2, v3, BLOCKS)
-                    ahead = tl.where(first_key + BLOCK_N < keys, first_key + BLOCK_N, first_key)
+                    ahead = next_tile(first_key, BLOCK_N, keys)
                     block = (column + ahead) // 32
                     k0, k1, k2, k3 = load_block_scalars(ks_ptr, block, 1, BLOCKS)
                     v0, v1, v2, v3 = load_block_scalars(vs_ptr, block, 1, BLOCKS)

@@ -9,9 +9,9 @@ from titan_lowprec.ops.attention.kernel.tiles import (
     load_block_scalars,
     load_column_pairs,
     load_columns,
-    load_resident_rows,
     load_rows,
     load_transposed,
+    next_tile,
     normal_factor,
     store_rows,
     tile_maximum,
@@ -115,14 +115,12 @@ def _rows_fp8(
                 k_factor = as_blocks(k0, k1, k2, k3, BLOCKS)
             v_exponent = as_blocks(e0, e1, e2, e3, BLOCKS)
             unfold = as_blocks(u0, u1, u2, u3, BLOCKS)
-            ahead = tl.where(first_key + BLOCK_N < keys, first_key + BLOCK_N, first_key)
+            ahead = next_tile(first_key, BLOCK_N, keys)
             block = (column + ahead) // 32
             k0, k1, k2, k3 = load_block_scalars(ks_ptr, block, 1, BLOCKS)
             e0, e1, e2, e3 = load_block_scalars(vs_ptr, block, 2, BLOCKS)
             u0, u1, u2, u3 = load_block_scalars(vs_ptr + 1, block, 2, BLOCKS)
-        k = load_rows(
-            k_ptr, token + first_key, j, length - first_key, BLOCK_N, J, D, BLOCK_D, False
-        )
+        k = load_rows(k_ptr, token + first_key, j, length - first_key, BLOCK_N, J, D, BLOCK_D)
         v = load_transposed(v_ptr, column + first_key, j, columns, BLOCK_N, D, BLOCK_D)
         s = tl.dot(q, tl.trans(k))
         p, gain, total, reference = _softmax_fp8(
@@ -144,7 +142,7 @@ def _step_bf16(
 ):  # fmt: skip
     token += first_key
     left = length - first_key
-    k = load_rows(k_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D, False)
+    k = load_rows(k_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D)
     v = load_rows(v_ptr, token, j, left, BLOCK_N, J, D, BLOCK_D, MASKED)
     s = tl.dot(q, tl.trans(k))
     if MASKED:
@@ -195,7 +193,7 @@ def attention_forward(
         tl.store(lse_ptr + at, tl.full([BLOCK_M], float("inf"), tl.float32), mask=inside)
         return
     j = head // (H // J)
-    q = load_resident_rows(q_ptr, token, head, rows_left, BLOCK_M, H, D, BLOCK_D, FP8 and not WIDE)
+    q = load_rows(q_ptr, token, head, rows_left, BLOCK_M, H, D, BLOCK_D, POINTER=FP8 and not WIDE)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     keys = length
     unmasked = length // BLOCK_N * BLOCK_N

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 
 from titan_lowprec.formats.catalogue import E4M3FN
-from titan_lowprec.ops.quantize.kernel import E4M3_MAX_EXPONENT, RCEIL_MANTISSA
+from titan_lowprec.ops.quantize.kernel import rceil_exponent
 
 _LOG2_E4M3_MAX = tl.constexpr(math.log2(E4M3FN.max_value))
-_E4M3_MAX_EXPONENT = tl.constexpr(E4M3_MAX_EXPONENT)
-_RCEIL_MANTISSA = tl.constexpr(RCEIL_MANTISSA)
 _LOWEST_EXPONENT = tl.constexpr(-16384.0)
+_LOWEST_FOLD = tl.constexpr(127 - 100)
+"""Biased; a fold's exponent is at least -100."""
 
 
 @triton.jit
@@ -89,15 +89,19 @@ def as_rows(x):
 
 
 @triton.jit
-def load_resident_rows(
+def load_rows(
     source, token, head, length,
     ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    POINTER: tl.constexpr,
+    CLEAN: tl.constexpr = False, POINTER: tl.constexpr = False,
 ):  # fmt: skip
-    """``load_rows`` for what a program loads once, from a POINTER or a descriptor.
+    """``[ROWS, BLOCK_D]`` of consecutive tokens of a head, from ``(N, HEADS * D)``.
 
-    Loads through pointers are on their way together, those through descriptors wait one after
-    another; bf16 rows are too many registers for it to pay. Pointers give zeros past the document.
+    With a descriptor (head dimensions that are powers of two) rows past the document hold other
+    tokens, or zeros past the last one; what is computed from them is masked. Codes are finite;
+    bf16 values may be NaN, and CLEAN makes those rows zero. With a pointer they always are.
+
+    POINTER, for codes that a program loads once: such loads are on their way together, those
+    through descriptors wait one after another.
     """
     if POINTER or D < BLOCK_D:
         row = tl.arange(0, ROWS)
@@ -109,28 +113,15 @@ def load_resident_rows(
         x = tl.load(source + at, mask=inside, other=0.0)
     else:
         x = source.load([token, head * D])
+        if CLEAN:
+            x = tl.where((tl.arange(0, ROWS) < length)[:, None], x, 0.0)
     return x
 
 
 @triton.jit
-def load_rows(
-    source, token, head, length,
-    ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    CLEAN: tl.constexpr,
-):  # fmt: skip
-    """``[ROWS, BLOCK_D]`` of consecutive tokens of a head, from ``(N, HEADS * D)``.
-
-    With a descriptor (head dimensions that are powers of two) rows past the document hold other
-    tokens, or zeros past the last one; what is computed from them is masked. Codes are finite;
-    bf16 values may be NaN, and CLEAN makes those rows zero. With a pointer they always are.
-    """
-    if D == BLOCK_D:
-        x = source.load([token, head * D])
-        if CLEAN:
-            x = tl.where((tl.arange(0, ROWS) < length)[:, None], x, 0.0)
-    else:
-        x = load_resident_rows(source, token, head, length, ROWS, HEADS, D, BLOCK_D, True)
-    return x
+def next_tile(tile, SIZE: tl.constexpr, end):
+    """The tile after one, or itself if it is the last: what is read ahead stays in the document."""
+    return tl.where(tile + SIZE < end, tile + SIZE, tile)
 
 
 @triton.jit
@@ -183,16 +174,6 @@ def nan_of(factor):
 
 
 @triton.jit
-def fold_exponent(amax):
-    """Exponent of the rceil rule for non-negative ``amax``, at least -100, as a biased integer.
-
-    The sum carries into the exponent's bits where the mantissa is beyond that of e4m3's maximum.
-    """
-    bits = amax.to(tl.int32, bitcast=True) + (0x7FFFFF - _RCEIL_MANTISSA)
-    return tl.maximum((bits >> 23) - _E4M3_MAX_EXPONENT, 127 - 100)
-
-
-@triton.jit
 def power_of_two(biased):
     """``2**(biased - 127)`` for 0 < biased < 255."""
     return (biased << 23).to(tl.float32, bitcast=True)
@@ -215,11 +196,13 @@ def fold_and_cast(u, column_factor, ELEMENTWISE: tl.constexpr):
     """e4m3 codes of ``u * column_factor`` with one exponent a row, and the exponents ``[M]``."""
     if ELEMENTWISE:
         u = u * column_factor
-        biased = fold_exponent(tile_maximum(tl.abs(u)))
+        highest = tile_maximum(tl.abs(u))
+        biased = tl.maximum(rceil_exponent(highest.to(tl.int32, bitcast=True)), _LOWEST_FOLD)
         factor = as_rows(power_of_two(254 - biased))
     else:
         highest = tl.max(tl.max(tl.abs(u), 4, keep_dims=True), 2, keep_dims=True)
-        biased = fold_exponent(tile_maximum(highest * column_factor))
+        highest = tile_maximum(highest * column_factor)
+        biased = tl.maximum(rceil_exponent(highest.to(tl.int32, bitcast=True)), _LOWEST_FOLD)
         factor = column_factor * as_rows(power_of_two(254 - biased))
         factor = tl.minimum(factor, 1.7e38)  # 0 stays 0
     return (u * factor).to(tl.float8e4nv), biased.to(tl.float32) - 127.0

@@ -2,9 +2,8 @@
 
 from titan_lowprec.ops.quantize.kernel.columns import SUM_EXPONENT, scale_columns
 from titan_lowprec.ops.quantize.kernel.encode import (
-    E4M3_MAX_EXPONENT,
-    RCEIL_MANTISSA,
     permute_token_pairs,
+    rceil_exponent,
     scale_exponent,
     scale_factor,
 )
@@ -21,8 +20,6 @@ from titan_lowprec.ops.quantize.kernel.quantize import (
 from titan_lowprec.ops.quantize.kernel.work_items import TILE_BLOCKS, work_lists
 
 __all__ = [
-    "E4M3_MAX_EXPONENT",
-    "RCEIL_MANTISSA",
     "SUM_EXPONENT",
     "TILE_BLOCKS",
     "MixedOperand",
@@ -33,6 +30,7 @@ __all__ = [
     "quantize_gradient",
     "quantize_mixed_operand",
     "quantize_operand",
+    "rceil_exponent",
     "scale_columns",
     "scale_exponent",
     "scale_factor",

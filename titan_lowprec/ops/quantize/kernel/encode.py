@@ -5,22 +5,26 @@ import triton.language as tl
 
 from titan_lowprec.formats.catalogue import E4M3FN
 
-E4M3_MAX_EXPONENT = E4M3FN.max_exponent
-RCEIL_MANTISSA = int((E4M3FN.max_value * 2.0**-E4M3FN.max_exponent - 1.0) * 2**23)
-"""fp32 bits of the mantissa of e4m3's largest value: beyond it the rceil rule rounds up."""
-
-_E4M3_MAX_EXPONENT = tl.constexpr(E4M3_MAX_EXPONENT)
-_RCEIL_MANTISSA = tl.constexpr(RCEIL_MANTISSA)
+_E4M3_MAX_EXPONENT = tl.constexpr(E4M3FN.max_exponent)
+_RCEIL_MANTISSA = tl.constexpr(int((E4M3FN.max_value * 2.0**-E4M3FN.max_exponent - 1.0) * 2**23))
 _F32_INFINITY = tl.constexpr(0x7F800000)
 _F32_NAN = tl.constexpr(0x7FC00000)
 _F32_MIN_EXPONENT_FACTOR = tl.constexpr(0x400000)
 
 
 @triton.jit
+def rceil_exponent(magnitude_bits):
+    """Biased exponent of a group's scale from the fp32 bits of its largest magnitude; unclamped.
+
+    The sum carries into the exponent's bits where the mantissa is beyond that of e4m3's maximum.
+    """
+    return ((magnitude_bits + (0x7FFFFF - _RCEIL_MANTISSA)) >> 23) - _E4M3_MAX_EXPONENT
+
+
+@triton.jit
 def scale_byte(magnitude_bits):
     """ue8m0 byte of a group from the fp32 bits of its largest magnitude; the rceil rule."""
-    carry = (magnitude_bits & 0x7FFFFF) > _RCEIL_MANTISSA
-    byte = tl.maximum((magnitude_bits >> 23) + carry.to(tl.int32) - _E4M3_MAX_EXPONENT, 0)
+    byte = tl.maximum(rceil_exponent(magnitude_bits), 0)
     return tl.where(magnitude_bits >= _F32_INFINITY, 255, byte)
 
 
