@@ -19,6 +19,7 @@ from titan_lowprec.experiments.matrix import read_matrix
 from titan_lowprec.experiments.results import load_histories, summarise
 from titan_lowprec.experiments.run_state import load_runs
 from titan_lowprec.titan.metrics_file import read_metrics
+from titan_lowprec.titan.recipe_tool import exit_status
 
 
 def main() -> int:
@@ -37,20 +38,16 @@ def main() -> int:
     if options.dry_run:
         print(json.dumps(specified, indent=1))
         return 0
-    try:
-        if options.differences:
-            matrix = read_matrix(options.differences)
-            runs = load_runs(options.output / matrix.name)
-            results = summarise(matrix, load_histories(runs, read_metrics))
-            where = {"entity": options.entity, "project": options.project}
-            print(f"{log_differences(results, mode=options.mode, **where)} runs of differences")
-        else:
-            print(save_workspace(specified))
-    except (ValueError, RuntimeError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    if options.differences:
+        matrix = read_matrix(options.differences)
+        runs = load_runs(options.output / matrix.name)
+        results = summarise(matrix, load_histories(runs, read_metrics))
+        where = {"entity": options.entity, "project": options.project}
+        print(f"{log_differences(results, mode=options.mode, **where)} runs of differences")
+    else:
+        print(save_workspace(specified))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

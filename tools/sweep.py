@@ -137,7 +137,6 @@ def leave(
     print(opening(matrix, chosen, waiting, "a job each"))
     if not waiting:
         return 0
-    settings = {}
     try:
         settings = cluster.executor_options(
             options.cluster_option,
@@ -148,14 +147,8 @@ def leave(
         grace_s = cluster.grace_of(settings)
         jobs = [cluster.Job(run, matrix.processes, matrix.name, grace_s=grace_s) for run in waiting]
         submitted = cluster.submit(jobs, folder=folder, cluster=options.cluster, options=settings)
-    except (ValueError, RuntimeError) as error:
+    except ValueError as error:
         print(error, file=sys.stderr)
-        if settings:
-            print(
-                f"sweep: no job was queued with {settings}; --cluster-option changes these "
-                "(gpus_per_node=0 where nodes have no GPU)",
-                file=sys.stderr,
-            )
         return 2
     for run, job in zip(waiting, submitted, strict=True):
         print(f"{run.name}: job {job.job_id}, {run.folder}")

@@ -29,6 +29,13 @@ class Trainer:
         return [sys.executable, "-S", self.script, str(recipe)]
 
 
+@pytest.fixture
+def resubmission(monkeypatch):
+    """In submitit's place: what a preempted job asks for, given back."""
+    helpers = types.SimpleNamespace(DelayedSubmission=lambda again: again)
+    monkeypatch.setitem(sys.modules, "submitit", types.SimpleNamespace(helpers=helpers))
+
+
 def job(workshop, run, behaviour=None):
     return cluster.Job(run, 1, "sweep", Trainer(workshop, behaviour))
 
@@ -49,10 +56,10 @@ def test_a_job_whose_run_crashes_fails_with_the_reason(workshop):
 
 
 @pytest.mark.slow
-def test_preempted_job_interrupts_its_run_and_asks_for_a_job_that_resumes_it(workshop, monkeypatch):
+def test_preempted_job_interrupts_its_run_and_asks_for_a_job_that_resumes_it(
+    workshop, resubmission
+):
     run = workshop.saved()[0]
-    helpers = types.SimpleNamespace(DelayedSubmission=lambda again: again)
-    monkeypatch.setitem(sys.modules, "submitit", types.SimpleNamespace(helpers=helpers))
     first = job(workshop, run, {run.arm: "hang"})
     follower = []
 
@@ -70,11 +77,9 @@ def test_preempted_job_interrupts_its_run_and_asks_for_a_job_that_resumes_it(wor
 
 
 @pytest.mark.slow
-def test_a_schedulers_signal_leaves_a_note_of_the_attempt(workshop, monkeypatch):
+def test_a_schedulers_signal_leaves_a_note_of_the_attempt(workshop, resubmission):
     """Slurm signals the trainer too; submitit saves in a handler and then ends the process."""
     run = workshop.saved()[0]
-    helpers = types.SimpleNamespace(DelayedSubmission=lambda again: again)
-    monkeypatch.setitem(sys.modules, "submitit", types.SimpleNamespace(helpers=helpers))
     first = job(workshop, run, {run.arm: "hang"})
 
     def handle(number, frame):
@@ -124,6 +129,29 @@ def test_a_job_is_queued_again_after_more_time_limits_than_submitit_allows(
     assert made["parameters"] == {"name": "sweep", "nodes": 1, "tasks_per_node": 1}
 
 
+def test_what_the_scheduler_refuses_is_said_with_what_was_asked(workshop, monkeypatch):
+    class Refusal(RuntimeError):
+        pass
+
+    def refuse(*arguments, **options):
+        raise Refusal("Invalid generic resource")
+
+    executor = types.SimpleNamespace(
+        update_parameters=lambda **parameters: None, batch=contextlib.nullcontext, submit=refuse
+    )
+    core = types.SimpleNamespace(utils=types.SimpleNamespace(FailedJobError=Refusal))
+    made = types.SimpleNamespace(AutoExecutor=lambda **arguments: executor, core=core)
+    monkeypatch.setitem(sys.modules, "submitit", made)
+    asked = r"'gpus_per_node': 8.*Invalid generic resource; --cluster-option changes these"
+    with pytest.raises(ValueError, match=asked):
+        cluster.submit(
+            [job(workshop, workshop.saved()[0])],
+            folder=workshop.folder,
+            cluster="slurm",
+            options={"gpus_per_node": 8},
+        )
+
+
 def test_a_checkpoint_has_the_time_between_signal_and_limit():
     assert cluster.grace_of({}) == 80
     assert cluster.grace_of({"slurm_signal_delay_s": 600}) == 590
@@ -167,7 +195,7 @@ def test_run_started_by_hand_counts_once_its_last_step_is_recorded(workshop):
 
 def test_missing_submitit_is_named_with_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(RuntimeError, match=r"pip install 'titan_lowprec\[cluster\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'titan_lowprec\[cluster\]'"):
         cluster.submit([], folder=tmp_path, cluster="slurm", options={})
 
 

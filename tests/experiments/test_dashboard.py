@@ -56,7 +56,7 @@ def test_specification_is_what_wandb_workspaces_takes(monkeypatch):
 def test_missing_package_is_named_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
     monkeypatch.delitem(sys.modules, "wandb_workspaces.workspaces", raising=False)
-    with pytest.raises(RuntimeError, match=r"pip install wandb-workspaces, or use --dry-run"):
+    with pytest.raises(ValueError, match=r"pip install wandb wandb-workspaces, or use --dry-run"):
         dashboard.save_workspace(SPEC)
 
 
@@ -101,14 +101,14 @@ def test_what_wandb_refuses_is_said_with_the_remedy(wandb, workshop):
 
     wandb.Api = wandb.init = refuse
     remedy = r"Refusal: No API key configured; `wandb login` first, or use --dry-run"
-    with pytest.raises(RuntimeError, match=remedy):
+    with pytest.raises(ValueError, match=remedy):
         dashboard.save_workspace(dashboard.specification(entity="", project="p", name="n"))
     for run in workshop.resolve():
         workshop.record(run, [5.0])
     results = summarise(
         workshop.matrix(HEAD + AXES), load_histories(workshop.resolve(), read_metrics)
     )
-    with pytest.raises(RuntimeError, match=remedy):
+    with pytest.raises(ValueError, match=remedy):
         dashboard.log_differences(results, entity="", project="p", mode="online")
 
 

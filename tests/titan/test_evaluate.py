@@ -3,14 +3,16 @@
 import dataclasses
 import importlib.util
 import json
+import sys
 
 import pytest
 import torch
 
+from titan_lowprec.experiments.optional import need
 from titan_lowprec.titan.checkpoints import load_model, open_run
 from titan_lowprec.titan.evaluate import evaluate
 from titan_lowprec.titan.export import export_hugging_face
-from titan_lowprec.titan.tasks import TaskPlan, evaluate_tasks, need, scores_of
+from titan_lowprec.titan.tasks import NEEDED, TaskPlan, evaluate_tasks, scores_of
 
 CPU = torch.device("cpu")
 TASK = """
@@ -71,9 +73,10 @@ def test_native_attention_gives_the_recorded_loss_in_every_bit(run, saved):
     assert 0 < abs(exact.loss - native.loss) < 1e-2
 
 
-def test_a_missing_extra_says_what_to_install():
-    with pytest.raises(ValueError, match=r"pip install 'titan_lowprec\[eval\]'"):
-        need("no_such_module_of_lm_eval")
+def test_a_missing_extra_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ValueError, match=r"lm-eval must be installed.*'titan_lowprec\[eval\]'"):
+        need("lm_eval", **NEEDED)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ submitit (https://github.com/facebookincubator/submitit) queues, packs arrays an
 job does is ``Sweep`` with this one run, so state, lock and resuming are those of a local sweep.
 """
 
-import importlib
 import shlex
 import threading
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from titan_lowprec.experiments.optional import need
 from titan_lowprec.experiments.resolution import Run
 from titan_lowprec.experiments.run_state import RECIPE_FILE, read_state
 from titan_lowprec.experiments.runner import Command, Slot, Sweep, train_command
@@ -19,6 +19,10 @@ from titan_lowprec.experiments.runner import Command, Slot, Sweep, train_command
 Cluster = Literal["slurm", "local", "debug"]
 """submitit's names: Slurm, processes of this machine, this process."""
 FOLDER = "jobs"
+_NEEDED = {
+    "who": "sweep --cluster",
+    "remedy": "pip install 'titan_lowprec[cluster]', or use --print-commands",
+}
 SIGNAL_DELAY_S = 90
 """submitit's default: how long before a time limit or a preemption it signals."""
 SIGNAL_DELAY = "slurm_signal_delay_s"
@@ -75,7 +79,7 @@ class Job:
         self._stop.set()
         self._sweep.interrupt()
         again = Job(self.run, self.processes, self.name, self.command, self.grace_s)
-        return need_submitit().helpers.DelayedSubmission(again)
+        return need("submitit", **_NEEDED).helpers.DelayedSubmission(again)
 
 
 def submit(
@@ -93,13 +97,20 @@ def submit(
         submitit's jobs, in order.
 
     Raises:
-        RuntimeError: submitit is not installed.
+        ValueError: submitit is not installed, or the scheduler refuses.
     """
+    submitit = need("submitit", **_NEEDED)
     limits = {key: options.get(key, default) for key, default in TIMEOUTS.items()}
-    executor = need_submitit().AutoExecutor(folder=folder / FOLDER, cluster=cluster, **limits)
+    executor = submitit.AutoExecutor(folder=folder / FOLDER, cluster=cluster, **limits)
     executor.update_parameters(**{k: v for k, v in options.items() if k not in limits})
-    with executor.batch():
-        return [executor.submit(job) for job in jobs]
+    try:
+        with executor.batch():
+            return [executor.submit(job) for job in jobs]
+    except submitit.core.utils.FailedJobError as error:
+        raise ValueError(
+            f"sweep: the scheduler must take jobs with {dict(options)}, got {error}; "
+            "--cluster-option changes these (gpus_per_node=0 where nodes have no GPU)"
+        ) from error
 
 
 def executor_options(
@@ -144,18 +155,3 @@ def torchrun_line(run: Run, *, processes: int) -> str:
     recipe = str(run.folder / RECIPE_FILE)
     launcher = ["torchrun", "--nproc_per_node", str(processes), "-m", "torchtitan.train"]
     return shlex.join([*launcher, "--job.config", recipe])
-
-
-def need_submitit() -> Any:
-    """Import the optional launcher.
-
-    Raises:
-        RuntimeError: It is not installed; the message says how to get it.
-    """
-    try:
-        return importlib.import_module("submitit")
-    except ModuleNotFoundError as error:
-        raise RuntimeError(
-            f"sweep: submitit must be installed for --cluster, got {error}; "
-            "pip install 'titan_lowprec[cluster]', or use --print-commands"
-        ) from error

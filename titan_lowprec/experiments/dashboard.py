@@ -4,18 +4,21 @@ The panels are those of the local report. ``wandb`` and ``wandb-workspaces`` are
 send something; a specification needs neither them nor a network.
 """
 
-import importlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 from titan_lowprec.experiments.curves import panel_curves
+from titan_lowprec.experiments.optional import need
 from titan_lowprec.experiments.panels import SECTIONS, TOKENS, Panel
 from titan_lowprec.experiments.results import Results
 
 DIFFERENCE_KEY = "difference/loss"
+_NEEDED = {
+    "who": "dashboard",
+    "remedy": "pip install wandb wandb-workspaces, or use --dry-run",
+}
 
 
 def specification(*, entity: str, project: str, name: str) -> dict[str, Any]:
@@ -61,11 +64,11 @@ def save_workspace(specified: dict[str, Any]) -> str:
         Its address.
 
     Raises:
-        RuntimeError: wandb-workspaces is not installed, or wandb refuses.
+        ValueError: wandb-workspaces is not installed, or wandb refuses.
     """
-    wandb = need("wandb")
-    workspaces = need("wandb_workspaces.workspaces")
-    reports = need("wandb_workspaces.reports.v2")
+    wandb = need("wandb", **_NEEDED)
+    workspaces = need("wandb_workspaces.workspaces", **_NEEDED)
+    reports = need("wandb_workspaces.reports.v2", **_NEEDED)
     sections = [
         workspaces.Section(
             name=section["name"],
@@ -97,9 +100,9 @@ def log_differences(results: Results, *, entity: str, project: str, mode: str) -
         How many runs were logged.
 
     Raises:
-        RuntimeError: wandb is not installed or refuses.
+        ValueError: wandb is not installed or refuses.
     """
-    wandb = need("wandb")
+    wandb = need("wandb", **_NEEDED)
     (panel,) = (p for s in SECTIONS for p in s.panels if p.kind == "difference")
     curves = [curve for curve in panel_curves(panel, results) if curve.seed is not None]
     for curve in curves:
@@ -126,23 +129,7 @@ def in_one_line(wandb: Any) -> Iterator[None]:
     try:
         yield
     except wandb.errors.Error as error:
-        raise RuntimeError(
+        raise ValueError(
             f"dashboard: wandb must take it, got {type(error).__name__}: {error}; `wandb login` "
             "first, or use --dry-run or --mode offline"
-        ) from error
-
-
-def need(module: str) -> ModuleType:
-    """Import an optional package.
-
-    Raises:
-        RuntimeError: It is not installed; the message says how to get it.
-    """
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        package = module.partition(".")[0].replace("_", "-")
-        raise RuntimeError(
-            f"dashboard: {package} must be installed, got {error}; pip install {package}, or "
-            "use --dry-run"
         ) from error

@@ -4,7 +4,6 @@ lm-eval makes the requests and the scores. Logits come from transformers on the 
 or from our model under any of its attentions.
 """
 
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from titan_lowprec.experiments.evaluation import TaskResult
+from titan_lowprec.experiments.optional import need
 from titan_lowprec.shapes import Float, Int, Tensor
 from titan_lowprec.titan.checkpoints import SavedRun, args_of, cast_parameters, load_model
 from titan_lowprec.titan.evaluate import plan_of, set_attention
@@ -22,6 +22,7 @@ PAPER_TASKS = ("arc_challenge", "arc_easy", "hellaswag", "piqa", "winogrande")
 TRANSFORMERS = "transformers"
 """transformers' own attention, without codes."""
 LONGEST_PROMPT_TOKENS = 4096
+NEEDED = {"who": "evaluate", "remedy": "pip install 'titan_lowprec[eval]'"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def evaluate_tasks(
         ValueError: lm-eval or transformers is not installed; a task is unknown, or is not made of
             log-likelihoods and not evaluated by transformers.
     """
-    need("lm_eval")
+    need("lm_eval", **NEEDED)
     exported = run.folder / "hugging_face" / f"step-{run.step}"
     if not (exported / "config.json").is_file():
         export_hugging_face(run, exported)
@@ -64,7 +65,7 @@ def language_model(run: SavedRun, exported: Path, attention: str, *, device: tor
 
     One request at a time: no padding, so that none can share a scale block with the text.
     """
-    huggingface = need("lm_eval.models.huggingface").HFLM
+    huggingface = need("lm_eval.models.huggingface", **NEEDED).HFLM
     options = {
         "pretrained": str(exported),
         "device": str(device),
@@ -97,8 +98,8 @@ def language_model(run: SavedRun, exported: Path, attention: str, *, device: tor
 
 def run_tasks(harness: Any, plan: TaskPlan, *, name: str) -> Iterator[TaskResult]:
     """Scores of every document, per task and metric."""
-    lm_eval = need("lm_eval")
-    manager = need("lm_eval.tasks").TaskManager(
+    lm_eval = need("lm_eval", **NEEDED)
+    manager = need("lm_eval.tasks", **NEEDED).TaskManager(
         include_path=None if plan.folder is None else str(plan.folder)
     )
     outcome = lm_eval.simple_evaluate(
@@ -122,18 +123,3 @@ def scores_of(name: str, task: str, samples: Sequence[Mapping[str, Any]]) -> Ite
         values = [sample[metric] for sample in chosen]
         if all(isinstance(value, int | float) for value in values):
             yield TaskResult(name, task, metric, tuple(map(float, values)))
-
-
-def need(module: str) -> Any:
-    """Import a part of the optional extra.
-
-    Raises:
-        ValueError: It is not installed; the message says how to get it.
-    """
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"evaluate: lm-eval must be installed for tasks, got {error}; "
-            "pip install 'titan_lowprec[eval]'"
-        ) from error
