@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from titan_lowprec.data.bundled import resolve_path
 
 FLAVOR = "stock1p35B"
-ROWS = {"2k": (8, 2048), "64k": (1, 65536)}
+ROWS = {"2k": (8, 2048), "16k": (1, 16384), "64k": (1, 65536), "64k-packed": (1, 65536)}
 """Rows of a step and their tokens; the documents of "64k" are as long as its rows."""
 IN_OPTIMIZER = ("--training.clip_where=optimizer",)
 FAST = (*IN_OPTIMIZER, "--parallelism.fsdp_reshard_after_forward=never")
@@ -31,7 +31,12 @@ class Plan:
         return self.warm + self.block * self.rounds
 
 
-PLANS = {"2k": Plan(3, 6, 4), "64k": Plan(3, 3, 2)}
+PLANS = {
+    "2k": Plan(3, 6, 4),
+    "16k": Plan(3, 6, 4),
+    "64k": Plan(3, 3, 2),
+    "64k-packed": Plan(3, 3, 4),
+}
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class Contender:
 
 WORKERS = ("--training.dataloader.num_workers=2", "--training.dataloader.prefetch_factor=4")
 """What our recipes have; long documents take TorchTitan's loader as long as a third of a step."""
+MANY_DOCUMENTS = ("--data.max_documents=1024",)
 CONTENDERS = {
     "2k-stock": Contender("2k", None),
     "2k-bf16": Contender("2k", "bf16", graph=True),
@@ -103,6 +109,12 @@ CONTENDERS = {
     "2k-mxfp8-fp8tensorwise-lean": Contender(
         "2k", "mxfp8", "linears", graph=True, options=TENSORWISE
     ),
+    "16k-stock": Contender("16k", None),
+    "16k-bf16": Contender("16k", "bf16", graph=True, options=MANY_DOCUMENTS),
+    "16k-mxfp8": Contender("16k", "mxfp8", graph=True, options=MANY_DOCUMENTS),
+    "64k-packed-stock": Contender("64k-packed", None, "full", options=WORKERS),
+    "64k-packed-bf16": Contender("64k-packed", "bf16", "full", options=MANY_DOCUMENTS),
+    "64k-packed-mxfp8": Contender("64k-packed", "mxfp8", "full", options=MANY_DOCUMENTS),
     "64k-stock": Contender("64k", None, "full", options=WORKERS),
     "64k-bf16": Contender("64k", "bf16", "full"),
     "64k-mxfp8": Contender("64k", "mxfp8", "full"),
