@@ -109,9 +109,9 @@ CONTENDERS = {
     "2k-mxfp8-fp8tensorwise-lean": Contender(
         "2k", "mxfp8", "linears", graph=True, options=TENSORWISE
     ),
-    "16k-stock": Contender("16k", None, options=WORKERS),
-    "16k-bf16": Contender("16k", "bf16", graph=True, options=MANY_DOCUMENTS),
-    "16k-mxfp8": Contender("16k", "mxfp8", graph=True, options=MANY_DOCUMENTS),
+    "16k-stock": Contender("16k", None, "full", options=WORKERS),
+    "16k-bf16": Contender("16k", "bf16", "full", graph=True, options=MANY_DOCUMENTS),
+    "16k-mxfp8": Contender("16k", "mxfp8", "full", graph=True, options=MANY_DOCUMENTS),
     "64k-packed-stock": Contender("64k-packed", None, "full", options=WORKERS),
     "64k-packed-bf16": Contender("64k-packed", "bf16", "full", options=MANY_DOCUMENTS),
     "64k-packed-mxfp8": Contender("64k-packed", "mxfp8", "full", options=MANY_DOCUMENTS),

@@ -21,6 +21,42 @@ def hadamard_butterflies(x, D: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def hadamard_pieces(x, ROWS: tl.constexpr, D: tl.constexpr):
+    """Rows of ``[ROWS, D]`` after ``H_(D/16)``, in pieces of 16 values ``[D / 16 * ROWS, 16]``.
+
+    What is left is ``H_16`` of every piece.
+    """
+    PIECES: tl.constexpr = D // 16
+    for stage in tl.static_range(3):
+        if (16 << stage) < D:
+            pairs = tl.reshape(x, [ROWS, D // (32 << stage), 2, 16 << stage])
+            first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+            pairs = tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2))
+            x = tl.reshape(pairs, [ROWS, D])
+    return tl.reshape(tl.permute(tl.reshape(x, [ROWS, PIECES, 16]), (1, 0, 2)), [PIECES * ROWS, 16])
+
+
+@triton.jit
+def join_pieces(x, ROWS: tl.constexpr, D: tl.constexpr):
+    """Pieces of 16 values as rows ``[ROWS, D]`` again."""
+    return tl.reshape(tl.permute(tl.reshape(x, [D // 16, ROWS, 16]), (1, 0, 2)), [ROWS, D])
+
+
+@triton.jit
+def hadamard_sign(row, column):
+    """Entries +-1 of ``H_16`` at ``row`` and ``column``; it is symmetric."""
+    parity = row & column
+    parity = parity ^ (parity >> 2)
+    return 1 - 2 * ((parity ^ (parity >> 1)) & 1)
+
+
+@triton.jit
+def truncate_to_bf16(x):
+    """fp32 values cut to those of bf16, with integers: conversions run at a quarter rate."""
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def hadamard_product(x, ROWS: tl.constexpr, D: tl.constexpr, TYPE: tl.constexpr):
     """Rotate the rows of an fp32 tile ``[ROWS, D]``, a result of the tensor cores, to about 2**-16.
 
@@ -30,21 +66,8 @@ def hadamard_product(x, ROWS: tl.constexpr, D: tl.constexpr, TYPE: tl.constexpr)
     and the sums are fp32. For results that are rounded to bf16 next; not for codes. TYPE is bf16;
     the interpreter, which cannot multiply bf16 matrices, takes fp32.
     """
-    PIECES: tl.constexpr = D // 16
-    for stage in tl.static_range(3):
-        if (16 << stage) < D:
-            pairs = tl.reshape(x, [ROWS, D // (32 << stage), 2, 16 << stage])
-            first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-            pairs = tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2))
-            x = tl.reshape(pairs, [ROWS, D])
-    row = tl.arange(0, 16)[:, None]
-    column = tl.arange(0, 16)[None, :]
-    parity = row & column
-    parity = parity ^ (parity >> 2)
-    parity = (parity ^ (parity >> 1)) & 1
-    sign = (1 - 2 * parity).to(TYPE)  # [16, 16], symmetric
-    x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, PIECES, 16]), (1, 0, 2)), [PIECES * ROWS, 16])
-    # truncated with integers: conversions to bf16 and back run at a quarter rate
-    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    x = hadamard_pieces(x, ROWS, D)
+    sign = hadamard_sign(tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]).to(TYPE)
+    high = truncate_to_bf16(x)
     x = tl.dot((x - high).to(TYPE), sign) + tl.dot(high.to(TYPE), sign)
-    return tl.reshape(tl.permute(tl.reshape(x, [PIECES, ROWS, 16]), (1, 0, 2)), [ROWS, D])
+    return join_pieces(x, ROWS, D)

@@ -98,6 +98,7 @@ def _keys_step_fp8(
     dv = dv + tl.dot(p, tl.trans(gt)) * tl.exp2(exponent)[:, None]
     codes = permute_token_pairs(tl.reshape(codes, [BLOCK_N, BLOCK_M]), BLOCK_N, BLOCK_M)
     qt = load_transposed(qt_ptr, column, head, columns, BLOCK_M, D, BLOCK_D)
+    u_exponent = tl.reshape(u_exponent, [BLOCK_N])
     dk = dk + tl.dot(codes, tl.trans(qt)) * tl.exp2(exponent + u_exponent)[:, None]
     return dk, dv
 
@@ -285,7 +286,8 @@ def _queries_step_fp8(
         u = tl.where(tl.reshape(seen, [BLOCK_M, BLOCKS, 4, 4, 2]), u, 0.0)
     codes, exponent = fold_and_cast(u, k_finite, TOKEN)
     codes = permute_token_pairs(tl.reshape(codes, [BLOCK_M, BLOCK_N]), BLOCK_M, BLOCK_N)
-    return dq + tl.dot(codes, tl.trans(kt)) * tl.exp2(exponent)[:, None]
+    power = tl.exp2(tl.reshape(exponent, [BLOCK_M]))
+    return dq + tl.dot(codes, tl.trans(kt)) * power[:, None]
 
 
 @triton.jit

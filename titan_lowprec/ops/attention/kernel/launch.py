@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TileDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_lowprec.ops.attention.common import (
@@ -20,11 +22,13 @@ from titan_lowprec.ops.attention.kernel.backward import (
     attention_backward_queries,
 )
 from titan_lowprec.ops.attention.kernel.forward import attention_forward
+from titan_lowprec.ops.attention.kernel.queries_sm90 import attention_backward_queries_sm90
 from titan_lowprec.ops.attention.kernel.support import (
     check_supported,
     forward_launch,
     has_descriptors,
     keys_launch,
+    placed_by_hand,
     queries_launch,
 )
 from titan_lowprec.ops.attention.spec import AttentionSpec
@@ -63,6 +67,12 @@ def _columns(x_HDC: Tensor, columns: int) -> Tensor | TensorDescriptor:
     if not has_descriptors(D):
         return x_HDC
     return TensorDescriptor(x_HDC, [H * D, C], [C, 1], [D, columns])
+
+
+def _by_hand(tile: TensorDescriptor) -> TileDescriptor:
+    """The same tile for a kernel that says where it lies in shared memory."""
+    layout = gl.NVMMASharedLayout.get_default_for(tile.block_shape, gl.float8e4nv)
+    return TileDescriptor(tile.base, tile.shape, tile.strides, tile.block_shape, layout)
 
 
 def _lists(
@@ -319,13 +329,28 @@ def backward_triton(
         BLOCK_M=spec.tile_q, BLOCK_N=keys.rows, STAGES=keys.stages,
         num_warps=keys.warps, num_stages=keys.stages, maxnreg=keys.registers, **common,
     )  # fmt: skip
-    attention_backward_queries[(query_items.shape[0], H)](
-        _resident_rows(q, queries.rows), _rows(k, spec.tile_k),
-        _rows(saved.v_codes, spec.tile_k), _resident_rows(g.codes_NHD, queries.rows),
-        _columns(kt, spec.tile_k),
+    rest = (
         saved.q_scale, k_scale, _scales(saved.v_scale, blocks, spec), g.scale_NH,
         saved.lse2_NH, g.terms_HC2, dq, query_items, *factors,
-        BLOCK_M=queries.rows, BLOCK_N=spec.tile_k, STAGES=queries.stages,
-        num_warps=queries.warps, num_stages=queries.stages, maxnreg=queries.registers, **common,
     )  # fmt: skip
+    tiles_of_keys = (
+        _rows(k, spec.tile_k), _rows(saved.v_codes, spec.tile_k), _columns(kt, spec.tile_k)
+    )  # fmt: skip
+    if placed_by_hand(spec, D):
+        q_tile, g_tile = _rows(q, queries.rows), _rows(g.codes_NHD, queries.rows)
+        k_tile, v_tile, kt_tile = (_by_hand(tile) for tile in tiles_of_keys)
+        attention_backward_queries_sm90[(query_items.shape[0], H)](
+            _by_hand(q_tile), k_tile, v_tile, _by_hand(g_tile), kt_tile, *rest,
+            H=H, J=J, D=D, BLOCK_M=queries.rows, CAUSAL=common["CAUSAL"], TOKEN=common["TOKEN"],
+            ROTATE=spec.rotate, num_warps=queries.warps, maxnreg=queries.registers,
+        )  # fmt: skip
+    else:
+        k_tile, v_tile, kt_tile = tiles_of_keys
+        attention_backward_queries[(query_items.shape[0], H)](
+            _resident_rows(q, queries.rows), k_tile, v_tile,
+            _resident_rows(g.codes_NHD, queries.rows), kt_tile, *rest,
+            BLOCK_M=queries.rows, BLOCK_N=spec.tile_k, STAGES=queries.stages,
+            num_warps=queries.warps, num_stages=queries.stages, maxnreg=queries.registers,
+            **common,
+        )  # fmt: skip
     return Gradients(dq, dk, dv)

@@ -69,17 +69,28 @@ def keys_launch(spec: AttentionSpec, head_dim: int) -> Launch:
     return Launch(rows=64, warps=4, stages=3 if spec.scales == "token_block" else 2)
 
 
+def placed_by_hand(spec: AttentionSpec, head_dim: int) -> bool:
+    """Whether dQ is that of ``queries_sm90.py``, which no interpreter runs."""
+    return (
+        spec.recipe == "mxfp8"
+        and spec.tile_k == 64
+        and has_descriptors(head_dim)
+        and not interpreted()
+    )
+
+
 def queries_launch(spec: AttentionSpec, head_dim: int) -> Launch:
     """Rows are queries. With two stages and few registers three programs fit, four of 64 features.
 
-    Strict scales and pointers need more registers: two programs then, and a third stage.
+    Where Triton places the loads, strict scales and pointers need more registers: two programs
+    then, and a third stage.
     """
+    small = head_dim == 64
+    if placed_by_hand(spec, head_dim):
+        return Launch(rows=64, warps=4, stages=2, registers=128 if small else 168)
     if spec.recipe != "mxfp8":
         return Launch(rows=64, warps=4, stages=2)
     if spec.scales == "token_block" and has_descriptors(head_dim):
-        small = head_dim == 64
-        if spec.tile_k == 64:
-            return Launch(rows=64, warps=4, stages=2, registers=128 if small else 168)
         return Launch(rows=64, warps=4, stages=2, registers=168 if small else None)
     return Launch(rows=64, warps=4, stages=3 if spec.tile_k == 64 else 2)
 

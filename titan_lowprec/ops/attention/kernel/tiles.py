@@ -193,16 +193,16 @@ def without_nan(factor):
 
 @triton.jit
 def fold_and_cast(u, column_factor, ELEMENTWISE: tl.constexpr):
-    """e4m3 codes of ``u * column_factor`` with one exponent a row, and the exponents ``[M]``."""
+    """e4m3 codes of ``u * column_factor``; a row has one exponent, ``[M, 1, 1, 1, 1]``."""
     if ELEMENTWISE:
         u = u * column_factor
-        highest = tile_maximum(tl.abs(u))
-        biased = tl.maximum(rceil_exponent(highest.to(tl.int32, bitcast=True)), _LOWEST_FOLD)
-        factor = as_rows(power_of_two(254 - biased))
+        highest = tl.max(tl.max(tl.abs(u), 4, keep_dims=True), 2, keep_dims=True)
     else:
         highest = tl.max(tl.max(tl.abs(u), 4, keep_dims=True), 2, keep_dims=True)
-        highest = tile_maximum(highest * column_factor)
-        biased = tl.maximum(rceil_exponent(highest.to(tl.int32, bitcast=True)), _LOWEST_FOLD)
-        factor = column_factor * as_rows(power_of_two(254 - biased))
-        factor = tl.minimum(factor, 1.7e38)  # 0 stays 0
+        highest = highest * column_factor
+    highest = tl.max(tl.max(highest, 1, keep_dims=True), 3, keep_dims=True)
+    biased = tl.maximum(rceil_exponent(highest.to(tl.int32, bitcast=True)), _LOWEST_FOLD)
+    factor = power_of_two(254 - biased)
+    if not ELEMENTWISE:
+        factor = tl.minimum(column_factor * factor, 1.7e38)  # 0 stays 0
     return (u * factor).to(tl.float8e4nv), biased.to(tl.float32) - 127.0
