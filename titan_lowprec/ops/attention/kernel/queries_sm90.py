@@ -24,6 +24,9 @@ from titan_lowprec.ops.hadamard.kernel import (
 )
 from titan_lowprec.ops.quantize.kernel import permute_token_pairs, scale_factor
 
+_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+"""Its name in triton 3.9, and that in 3.6."""
+
 
 @gluon.jit
 def _rotate(x, ROWS: gl.constexpr, D: gl.constexpr):
@@ -56,9 +59,9 @@ def _load_keys(
     D: gl.constexpr,
 ):  # fmt: skip
     """Begin to load one tile of keys if it is ``wanted``; ``arrived`` counts its bytes already."""
-    tma.async_copy_global_to_shared(k_desc, [token, head * D], arrived, k_smem, wanted)
-    tma.async_copy_global_to_shared(v_desc, [token, head * D], arrived, v_smem, wanted)
-    tma.async_copy_global_to_shared(kt_desc, [head * D, column], arrived, kt_smem, wanted)
+    _load_tile(k_desc, [token, head * D], arrived, k_smem, wanted)
+    _load_tile(v_desc, [token, head * D], arrived, v_smem, wanted)
+    _load_tile(kt_desc, [head * D, column], arrived, kt_smem, wanted)
 
 
 @gluon.jit
@@ -127,8 +130,8 @@ def attention_backward_queries_sm90(
             mbarrier.init(arrived.index(n), count=1)
         fence_async_shared()
         mbarrier.expect(arrived.index(0), (2 * BLOCK_M + 3 * BLOCK_N) * D)
-        tma.async_copy_global_to_shared(q_desc, [token, head * D], arrived.index(0), q_smem)
-        tma.async_copy_global_to_shared(g_desc, [token, head * D], arrived.index(0), g_smem)
+        _load_tile(q_desc, [token, head * D], arrived.index(0), q_smem)
+        _load_tile(g_desc, [token, head * D], arrived.index(0), g_smem)
         for n in gl.static_range(2):
             wanted = n * BLOCK_N < keys
             if n > 0:
