@@ -1,8 +1,9 @@
 """dQ of 8-bit operands for Hopper, with loads and products placed by hand (Gluon).
 
-Bits and work items are those of ``backward.attention_backward_queries``. There, with two stages,
-a tile's loads are issued when the tile before has ended, and a quarter of the time is spent waiting
-for them; here they are issued a whole tile earlier, with the same shared memory.
+Arithmetic, in its order, and work items are those of ``backward.attention_backward_queries``.
+There, with two stages, a tile's loads are issued when the tile before has ended, and a quarter of
+the time is spent waiting for them; here they are issued a whole tile earlier, with the same shared
+memory.
 """
 
 from triton.experimental import gluon
