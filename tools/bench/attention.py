@@ -298,14 +298,18 @@ def needs_flash_attention_4(device: torch.device) -> str | None:
 
 MXFP8 = AttentionSpec.mxfp8(mask="causal")
 MIXED = AttentionSpec.nvfp4_mixed(mask="causal")
+SPECS = {
+    "mxfp8": MXFP8,
+    "mxfp8-wide": replace(MXFP8, tile_k=128),
+    "mxfp8-strict": replace(MXFP8, scales="token"),
+    "nvfp4_mixed": MIXED,
+    "nvfp4_mixed-wide": replace(MIXED, tile_k=128),
+    "bf16": AttentionSpec.bf16(mask="causal"),
+}
+TOLERANCES = {"mxfp8": 0.06, "nvfp4_mixed": 0.15, "bf16": 5e-3}
 IMPLEMENTATIONS = [
     Implementation("flex_attention", flex, needs_cuda),
-    ours("mxfp8", MXFP8, 0.06),
-    ours("mxfp8-wide", replace(MXFP8, tile_k=128), 0.06),
-    ours("mxfp8-strict", replace(MXFP8, scales="token"), 0.06),
-    ours("nvfp4_mixed", MIXED, 0.15),
-    ours("nvfp4_mixed-wide", replace(MIXED, tile_k=128), 0.15),
-    ours("bf16", AttentionSpec.bf16(mask="causal"), 5e-3),
+    *(ours(name, spec, TOLERANCES[spec.recipe]) for name, spec in SPECS.items()),
     Implementation("varlen_attn", varlen, needs_cuda),
     Implementation("cudnn", cudnn, needs_cuda),
     Implementation("cudnn_fp8", cudnn_fp8, needs_cudnn_frontend),
