@@ -1,6 +1,7 @@
 """The benchmark of single kernels adds up launches that were written by hand."""
 
 import pytest
+import torch
 
 from tests.titan.benches import load_bench
 
@@ -53,4 +54,16 @@ def test_a_case_that_does_not_exist_is_refused_before_a_gpu_is_asked_for(
 
 
 def test_a_name_of_a_case_is_taken_apart(bench):
-    assert bench.parse_case("8192+224x256-H32-J8") == ("8192+224x256", 32, 8)
+    case = bench.parse_case("8192+224x256-H32-J8")
+    assert case.name == "8192+224x256-H32-J8"
+    lengths = (8192, *(256,) * 224)
+    assert case.params == {"lengths": lengths, "heads": 32, "kv_heads": 8}
+
+
+def test_inputs_have_the_head_dimension_that_a_case_names(bench):
+    params = {"lengths": (5, 3), "heads": 2, "kv_heads": 1}
+    for asked, found in (({}, 128), ({"head_dim": 64}, 64)):
+        x = bench.make_inputs(bench.Case("small", params | asked), torch.device("cpu"))
+        assert x.q.shape == x.grad.shape == (8, 2, found)
+        assert x.k.shape == x.v.shape == (8, 1, found)
+        assert x.truth.shape == (5, 2, found)

@@ -80,10 +80,11 @@ def cases(suite: str, device: torch.device) -> list[Case]:
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
     lengths, H, J = (case.params[name] for name in ("lengths", "heads", "kv_heads"))
+    D = case.params.get("head_dim", HEAD_DIM)
     generator = torch.Generator(device).manual_seed(len(lengths) + J)
 
     def normal(heads: int) -> Tensor:
-        shape = (sum(lengths), heads, HEAD_DIM)
+        shape = (sum(lengths), heads, D)
         return torch.randn(*shape, generator=generator, device=device).bfloat16()
 
     q, k, v, grad = normal(H), normal(J), normal(J), normal(H)

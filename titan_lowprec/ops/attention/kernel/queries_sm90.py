@@ -16,7 +16,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from titan_lowprec.ops.attention.kernel.tiles import as_rows, fold_and_cast, next_tile, without_nan
+from titan_lowprec.ops.attention.kernel.tiles import (
+    as_rows,
+    fold_and_cast,
+    load_block_scalars,
+    next_tile,
+    visible_at,
+    without_nan,
+)
 from titan_lowprec.ops.hadamard.kernel import (
     hadamard_pieces,
     hadamard_sign,
@@ -63,12 +70,6 @@ def _load_keys(
     _load_tile(k_desc, [token, head * D], arrived, k_smem, wanted)
     _load_tile(v_desc, [token, head * D], arrived, v_smem, wanted)
     _load_tile(kt_desc, [head * D, column], arrived, kt_smem, wanted)
-
-
-@gluon.jit
-def _blocks(ptr, block):
-    """Values of two blocks from ``block`` on, as scalars."""
-    return gl.load(ptr + block), gl.load(ptr + block + 1)
 
 
 @gluon.jit
@@ -152,8 +153,8 @@ def attention_backward_queries_sm90(
         ks_ptr += across
         vs_ptr += across
         if not TOKEN:
-            k0, k1 = _blocks(ks_ptr, column // 32)
-            v0, v1 = _blocks(vs_ptr, column // 32)
+            k0, k1, _, _ = load_block_scalars(ks_ptr, column // 32, 1, BLOCKS)
+            v0, v1, _, _ = load_block_scalars(vs_ptr, column // 32, 1, BLOCKS)
         nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
         viewed: gl.constexpr = gl.reshape(nothing, [BLOCK_M, BLOCKS, 4, 4, 2]).type.layout
         nothing_summed = gl.zeros([BLOCK_M, D], gl.float32, summed)
@@ -167,8 +168,8 @@ def attention_backward_queries_sm90(
                 k_factor = _as_blocks(k0, k1)
                 v_factor = _as_blocks(v0, v1)
                 ahead = (column + next_tile(first_key, BLOCK_N, keys)) // 32
-                k0, k1 = _blocks(ks_ptr, ahead)
-                v0, v1 = _blocks(vs_ptr, ahead)
+                k0, k1, _, _ = load_block_scalars(ks_ptr, ahead, 1, BLOCKS)
+                v0, v1, _, _ = load_block_scalars(vs_ptr, ahead, 1, BLOCKS)
             mbarrier.wait(arrived.index(slot), (turn >> 1) & 1)
             kt = kt_smem.index(slot)
             s = warpgroup_mma(
@@ -187,9 +188,7 @@ def attention_backward_queries_sm90(
             if first_key >= unmasked:
                 query = first_row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, scores))
                 key = first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores))
-                seen = (key < length)[None, :] & (query >= 0)[:, None]
-                if CAUSAL:
-                    seen = seen & (query[:, None] >= key[None, :])
+                seen = visible_at(query, key, length, CAUSAL, False)
                 u = gl.where(gl.reshape(seen, [BLOCK_M, BLOCKS, 4, 4, 2]), u, 0.0)
             codes, exponent = fold_and_cast(u, without_nan(k_factor), TOKEN)
             codes = permute_token_pairs(gl.reshape(codes, [BLOCK_M, BLOCK_N]), BLOCK_M, BLOCK_N)

@@ -141,11 +141,11 @@ def load_transposed(
 
 
 @triton.jit
-def visible(first_row, first_column, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-             CAUSAL: tl.constexpr, ROWS_ARE_KEYS: tl.constexpr):  # fmt: skip
-    """Which (row, column) pairs of a tile attend; columns past the document never do."""
-    row = first_row + tl.arange(0, ROWS)
-    column = first_column + tl.arange(0, COLUMNS)
+def visible_at(row, column, length, CAUSAL: tl.constexpr, ROWS_ARE_KEYS: tl.constexpr):
+    """Which pairs of ``row`` and ``column``, places in a document, attend: ``[rows, columns]``.
+
+    Columns past the document never do.
+    """
     seen = (column < length)[None, :] & (row >= 0)[:, None]
     if CAUSAL:
         if ROWS_ARE_KEYS:
@@ -153,6 +153,15 @@ def visible(first_row, first_column, length, ROWS: tl.constexpr, COLUMNS: tl.con
         else:
             seen = seen & (row[:, None] >= column[None, :])
     return seen
+
+
+@triton.jit
+def visible(first_row, first_column, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+             CAUSAL: tl.constexpr, ROWS_ARE_KEYS: tl.constexpr):  # fmt: skip
+    """``visible_at`` of a whole tile."""
+    row = first_row + tl.arange(0, ROWS)
+    column = first_column + tl.arange(0, COLUMNS)
+    return visible_at(row, column, length, CAUSAL, ROWS_ARE_KEYS)
 
 
 @triton.jit
